@@ -1,4 +1,4 @@
-"""Decide one tick of the fast loop: snapshot -> workers -> moves -> verdict. Pure.
+"""Decide one tick of the fast loop: snapshot -> workers -> moves -> verdict. Has no side effects.
 
 `balanced_workers` selects the engines that take part; `decide_balance` chooses the moves and whether to make them.
 The daemon and the simulator call the same functions. If the step times of all engines are known, moves are chosen by

@@ -1,4 +1,4 @@
-"""Choose destinations for the requests of engines that are being emptied. Pure.
+"""Choose destinations for the requests of engines that are being emptied. Has no side effects.
 
 A request moves to the engine with the smallest share of slots in use after the move. Engines whose free KV holds the
 context are preferred, then engines of the same pool. Waiting requests move first, because that costs nothing, then

@@ -1,4 +1,4 @@
-"""Check whether an engine's KV cache has room for one more request until that request ends. Pure.
+"""Check whether an engine's KV cache has room for one more request until that request ends. Has no side effects.
 
 The check includes the growth of the engine's requests and the KV that they free when they end.
 

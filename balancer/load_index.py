@@ -1,4 +1,5 @@
-"""Calculate the load index of workers (equation 5 of the paper) from an immutable view of the fleet. Pure."""
+"""Calculate the load index of workers (equation 5 of the paper) from an immutable view of the fleet. Has no side
+effects."""
 
 import sys
 from collections.abc import Sequence

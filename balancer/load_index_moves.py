@@ -1,4 +1,4 @@
-"""Choose moves by the load index, so that no worker straggles (section 4.2 of the paper). Pure.
+"""Choose moves by the load index, so that no worker straggles (section 4.2 of the paper). Has no side effects.
 
 Requests move from the most congested worker to the least congested worker with enough free KV, for as long as the
 spread of load indices exceeds theta. Waiting requests move before running ones, short contexts first. Ids break ties.

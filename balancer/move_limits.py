@@ -1,4 +1,4 @@
-"""Limit moves, so that requests do not move back and forth and engines do not only prefill. Pure."""
+"""Limit moves, so that requests do not move back and forth and engines do not only prefill. Has no side effects."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Choose moves that make the last engine finish earlier, given expected remaining lengths. Pure.
+"""Choose moves that make the last engine finish earlier, given expected remaining lengths. Has no side effects.
 
 This is an alternative to the paper's rule (load_index_moves.py).
 An engine whose iterations take `alpha + beta*sequences + gamma*kv_tokens` and that runs all its requests at once ends

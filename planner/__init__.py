@@ -1,1 +1,1 @@
-"""Pure decisions of the slow loop. No module here uses a socket, a clock or a file."""
+"""The decisions of the slow loop, without side effects: no module here uses a socket, a clock or a file."""

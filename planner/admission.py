@@ -1,4 +1,4 @@
-"""Decide whether to act on a proposal, with the reason. Pure: time and operator control are arguments."""
+"""Decide whether to act on a proposal, and why. Has no side effects: time and operator control are arguments."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -31,7 +31,7 @@ class OperatorControl:
             raise ValueError(f"configuration must be set if and only if state is overridden, got {self.configuration}")
 
     def at(self, now_s: float) -> "OperatorControl":
-        """Return the control in force at `now_s`: FREE if this one has expired."""
+        """Return this control if it is still in force at `now_s`, and FREE if it has expired."""
         return self if self.expires_s is None or now_s < self.expires_s else FREE
 
 
@@ -65,7 +65,7 @@ class PlanProposal:
 
     @property
     def gain_s(self) -> float | None:
-        """The seconds by which the step ends sooner, costs deducted; None if unknown."""
+        """The number of seconds by which the step ends sooner, minus the costs; None if unknown."""
         if self.current_makespan_s is None or self.makespan_s is None:
             return None
         return self.current_makespan_s - self.makespan_s - self.cost_s
@@ -77,7 +77,7 @@ class PlanProposal:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """The limits on the gain, the age of the inputs and the frequency of changes."""
+    """The minimum gain, the maximum age of the inputs and the maximum frequency of changes."""
 
     epsilon_s: float
     cooldown_s: float

@@ -1,4 +1,4 @@
-"""Correct predicted decoding times by the running error of earlier plans. Pure."""
+"""Correct predicted decoding times by the running error of earlier plans. Has no side effects."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,7 +20,8 @@ class Calibration:
     bias: float | None = None  # mean (predicted - actual) / actual: > 0 where steps end sooner than predicted
 
     def after(self, outcomes: Iterable[tuple[float, float]]) -> "Calibration":
-        """Return a copy that includes a step's (predicted, actual) seconds, predicted without a correction."""
+        """Return a copy that includes the (predicted, actual) seconds of a step's plans; predictions are
+        uncorrected."""
         pairs = [(predicted_s, actual_s) for predicted_s, actual_s in outcomes if actual_s > 0]
         if not pairs:
             return self
@@ -31,7 +32,7 @@ class Calibration:
 
     @property
     def correction(self) -> float:
-        """The factor for predicted decoding seconds. Redeployment and migration costs are not corrected."""
+        """The factor for predicted decoding times. Redeployment and migration costs are not corrected."""
         if self.bias is None or self.steps < STEPS_NEEDED:
             return 1.0
         return min(MOST, max(1 / MOST, 1 / max(1 + self.bias, 1e-9)))

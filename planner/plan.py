@@ -1,4 +1,4 @@
-"""Make one decision of the slow loop: forecast lengths, compare fleets, admit a plan. Pure.
+"""Make one decision of the slow loop: forecast lengths, compare fleets, admit a plan. Has no side effects.
 
 The caller measures the solving time and sets it with `dataclasses.replace(plan, solve_s=...)`.
 """

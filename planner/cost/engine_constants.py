@@ -1,4 +1,4 @@
-"""Efficiencies and fixed times of inference engines relative to their hardware, with priors. Pure.
+"""Efficiencies and fixed times of inference engines relative to their hardware, with priors.
 
 All models share one set of constants; an engine differs from TensorRT-LLM by five factors. Every constant has a prior:
 a generally known value (how close kernels come to the data sheet, how long an all-reduce takes) and the factor by which
@@ -122,7 +122,7 @@ def prior_values() -> dict[str, float]:
 
 
 class UnknownBackend(ValueError):
-    """Raised for an unknown backend; the message lists the known ones."""
+    """Raised for an unknown backend; the message lists the known backends."""
 
 
 def constants_of(values: Mapping[str, float], backend: str) -> EngineConstants:

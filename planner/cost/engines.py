@@ -1,4 +1,4 @@
-"""Inference engines of the cost model, by name. Pure."""
+"""Inference engines of the cost model, by name."""
 
 from dataclasses import dataclass, replace
 
@@ -40,7 +40,7 @@ ENGINES: dict[str, EngineModel] = {backend: _fitted(backend) for backend in BACK
 
 
 class UnknownEngine(ValueError):
-    """Raised for an unknown engine; the message lists the known ones."""
+    """Raised for an unknown engine; the message lists the known engines."""
 
 
 def engine_named(name: str) -> EngineModel:
@@ -50,5 +50,5 @@ def engine_named(name: str) -> EngineModel:
 
 
 def with_constants(engine: EngineModel, **values: float) -> EngineModel:
-    """Return the engine with some of its constants replaced."""
+    """Return a copy of the engine with the given constants replaced."""
     return replace(engine, constants=replace(engine.constants, **values))

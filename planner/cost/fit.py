@@ -1,4 +1,5 @@
-"""Fit curves to measurements: step times over (sequences, KV tokens), prefill and moves, with their errors. Pure.
+"""Fit curves to measurements: step times over (sequences, KV tokens), prefill and moves, with their errors. Has no side
+effects.
 
 Errors are relative, so that steps of 5 ms and of 50 ms have equal weight. All coefficients are >= 0, so that a fitted
 step time never falls with load. The least squares use the active sets of Lawson and Hanson (1974), because importing
@@ -33,11 +34,11 @@ _ROUNDS = 12
 
 
 class TooFewSamples(ValueError):
-    """Raised if the samples do not determine the fit."""
+    """Raised if the samples are too few or too similar to determine the fit."""
 
 
 class StepSample(NamedTuple):
-    """One measured batch, with the mean seconds of a decode iteration."""
+    """One measured batch, with the mean duration of its decode iterations in seconds."""
 
     sequences: float
     kv_tokens: float
@@ -53,7 +54,7 @@ class TimedSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FitError:
-    """Relative errors over all samples, outliers included."""
+    """The relative errors of a fit over all samples, including outliers."""
 
     samples: int
     mean: float
@@ -82,9 +83,9 @@ def fit_step(
 ) -> StepFit:
     """Fit a step time to the samples: affine if that suffices, otherwise with knots in the number of sequences.
 
-    `prefilled_tokens` has, for each sample, the mean number of tokens that a step prefilled in addition to decoding.
-    With `robust` off, all samples keep their weight, as for a table without outliers. Raises TooFewSamples if sequences
-    and KV tokens did not vary independently.
+    `prefilled_tokens` has, for each sample, the mean number of tokens that a step prefilled in addition to decoding. If
+    `robust` is False, outliers keep their full weight. Raises TooFewSamples if there are fewer than 3 samples (4 with
+    `prefilled_tokens`), or if sequences and KV tokens did not vary independently.
     """
     beside: list[tuple[float, ...]] = [(tokens,) for tokens in prefilled_tokens] or [()] * len(samples)
     # Sorted by size, so that neighbours fall into different folds.
@@ -101,7 +102,10 @@ def fit_step(
 
 
 def fit_curve(seen: Sequence[TimedSample], line_is_enough: float = LINE_IS_ENOUGH) -> CurveFit:
-    """Fit a curve of seconds over sizes: a line if that suffices, otherwise with knots. Raises TooFewSamples."""
+    """Fit a curve of seconds over sizes: a line if that suffices, otherwise with knots.
+
+    Raises TooFewSamples if all samples have the same size.
+    """
     sizes, seconds = (np.array(column, dtype=float) for column in zip(*sorted(seen), strict=True))
     if len(set(sizes)) < 2:
         raise TooFewSamples(f"a curve requires at least two sizes, got {sorted(set(sizes))}")
@@ -112,9 +116,10 @@ def fit_curve(seen: Sequence[TimedSample], line_is_enough: float = LINE_IS_ENOUG
 
 
 def fit_rate(seen: Sequence[TimedSample]) -> tuple[float, FitError]:
-    """Fit a rate in sizes per second and a fixed time per sample, and return the rate. Raises TooFewSamples.
+    """Fit a rate in units of size per second and a fixed time per sample; return the rate and the error of the fit.
 
-    If the seconds hardly depend on the size, the rate is limited to what their spread can show.
+    If the time hardly depends on the size, the rate is limited to the highest one that the spread of the times can
+    show. Raises TooFewSamples if all samples have the same size.
     """
     if len({item.size for item in seen}) < 2:
         raise TooFewSamples(f"a rate requires at least two sizes, got {sorted({item.size for item in seen})}")
@@ -127,11 +132,11 @@ def fit_rate(seen: Sequence[TimedSample]) -> tuple[float, FitError]:
 
 
 def refit_step(prior: EngineProfile, samples: Sequence[StepSample], weights: Floats, trust: float) -> StepFit:
-    """Adjust the prior's step time to the samples; outside of their range it keeps its shape.
+    """Adjust the prior's step time to the samples. Outside their range, the step time keeps the prior's shape.
 
-    First, all of it is scaled to the samples. If the batch varied, the base becomes `constant + scale * prior + slope *
-    sequences`, and KV tokens get their own time. Each coefficient is pulled towards the prior with the weight of
-    `trust` samples.
+    First, the whole step time is scaled to the samples. If the batch varied, the base becomes `constant + scale * prior
+    + slope * sequences`, and KV tokens get their own time. Each coefficient is pulled towards the prior with the weight
+    of `trust` samples.
     """
     sequences, kv_tokens, step_s = _columns(samples)
     step = _scaled(prior.step, sequences, kv_tokens, step_s, weights)
@@ -165,7 +170,7 @@ def _moved(curve: Curve, constant: float, scale: float, slope: float) -> Curve:
 
 
 def refit_curve(prior: Curve, seen: Sequence[TimedSample], weights: Floats, trust: float) -> CurveFit:
-    """Adjust the prior's curve to the samples, as `refit_step` does."""
+    """Adjust the prior's curve to the samples as `refit_step` adjusts a step time."""
     sizes = np.array([item.size for item in seen], dtype=float)
     seconds = np.array([item.seconds for item in seen], dtype=float)
     largest = float(sizes.max())
@@ -185,7 +190,8 @@ def refit_curve(prior: Curve, seen: Sequence[TimedSample], weights: Floats, trus
 
 
 def _with_range(curve: Curve, most: float) -> Curve:
-    """Return the same function with its last knot at `most` or beyond: slopes between close knots lose precision."""
+    """Return the same curve with its last knot at `most` or beyond, because slopes between close knots are
+    imprecise."""
     xs, ys = curve.xs, curve.ys
     if len(xs) == 1:
         return Curve((xs[0], max(most, xs[0] + 1)), (ys[0], ys[0]))
@@ -205,10 +211,10 @@ def _fit(
     *,
     robust: bool = True,
 ) -> _Fitted:
-    """Return the coefficients >= 0 with the least relative error, with outliers downweighted.
+    """Return the coefficients >= 0 with the least relative error, with outliers downweighted if `robust`.
 
-    `design` is [sample, column]. `prior` has the expected coefficients and their weight in samples. Huber's weights are
-    used first, because they find the bulk from any start, then Tukey's, which exclude outliers.
+    `design` is indexed by sample and column. `prior` has the expected coefficients and their weight, as a number of
+    samples. Huber's weights are used first, as they find the bulk from any start, then Tukey's, which exclude outliers.
     """
     relative = design / seconds[:, None]
     given = np.ones_like(seconds) if weights is None else weights
@@ -235,7 +241,7 @@ def _fit(
 
 
 def _nonnegative(relative: Floats, weights: Floats, believed: Floats, trust: float) -> Floats:
-    """Return the weighted least squares with coefficients >= 0, with columns scaled to equal size first."""
+    """Return the weighted least-squares coefficients, all >= 0. Columns are first scaled to equal size."""
     root = np.sqrt(weights)
     size = np.maximum(np.abs(relative).max(axis=0), 1e-300)
     rows, target = [relative / size * root[:, None]], [root]
@@ -255,7 +261,7 @@ def _weighted_median(values: Floats, weights: Floats) -> float:
 def _choose_knots(
     sizes: Floats, others: Floats, seconds: Floats, line_is_enough: float, robust: bool
 ) -> tuple[float, ...]:
-    """Return the end knots and the measured sizes between them that lower the cross-validated error enough."""
+    """Return the knots: both ends, and the measured sizes between them that lower the cross-validated error enough."""
     seen = np.unique(sizes)
     if len(seen) == 1:
         return (float(seen[0]),)
@@ -283,9 +289,10 @@ def _left_out_error(design: Floats, seconds: Floats, robust: bool) -> float:
 
 
 def _design(sizes: Floats, knots: tuple[float, ...], others: Floats) -> Floats:
-    """Return the design matrix [sample, column]: ones, the length within each segment between knots, then `others`.
+    """Return the design matrix, indexed by sample and column: ones, the length within each segment, then `others`.
 
-    The coefficient of a segment is its slope. The first and the last segment extend beyond their ends, as in a Curve.
+    Segments lie between neighbouring knots, and the coefficient of a segment is its slope. The first and the last
+    segment extend beyond the end knots, as in a Curve.
     """
     ordered = sorted(knots)
     columns = [np.ones_like(sizes)]

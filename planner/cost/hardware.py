@@ -1,7 +1,7 @@
-"""GPUs of the cost model: sizes and rates from data sheets, not from measurements. Pure.
+"""GPUs of the cost model: sizes and rates from data sheets, not from measurements.
 
 Peak rates are dense (without sparsity). `nvlink_bytes_per_s` is the rate of one direction, half of the bidirectional
-figure that vendors quote. Sources: NVIDIA's data sheets of each product; for H800 and H20 also table 2 of the RollArt
+rate that vendors quote. Sources: NVIDIA's data sheets of each product; for H800 and H20 also table 2 of the RollArt
 paper (arXiv 2512.22560).
 """
 
@@ -35,12 +35,12 @@ class GpuModel:
                 raise ValueError(f"{figure} must be > 0, got {getattr(self, figure)}")
 
     def multiplies(self, weight_bits: float) -> bool:
-        """Return whether the GPU has tensor cores for weights and activations of `weight_bits`, if fewer than 16."""
+        """Return whether `weight_bits` is below 16 and the GPU has tensor cores for such weights and activations."""
         peak = self.fp4_flops if weight_bits < 8 else self.fp8_flops
         return weight_bits < 16 and peak > 0
 
     def flops_per_s(self, weight_bits: float) -> float:
-        """Return the peak rate for weights of `weight_bits`. Formats without tensor cores are widened to 16 bits."""
+        """Return the peak rate for weights of `weight_bits`: the 16-bit rate if no tensor cores support them."""
         if not self.multiplies(weight_bits):
             return self.bf16_flops
         return self.fp4_flops if weight_bits < 8 else self.fp8_flops
@@ -64,13 +64,13 @@ GPUS: dict[str, GpuModel] = {
 
 
 class UnknownGpu(ValueError):
-    """Raised for an unknown GPU; the message lists the known ones."""
+    """Raised for an unknown GPU; the message lists the known GPUs."""
 
 
 def gpu_of_product(name: str) -> GpuModel:
-    """Look up a GPU by a product name as drivers report it, such as `NVIDIA A100-SXM4-80GB`. Raises UnknownGpu.
+    """Look up a GPU by a product name as drivers report it, such as `NVIDIA A100-SXM4-80GB`.
 
-    The product name must contain a known GPU's name as a whole word, because GH200 and H200 are different products.
+    Raises UnknownGpu unless the product name contains a known GPU's name as a whole word: GH200 is not an H200.
     """
     for word in re.split(r"[^a-z0-9]+", name.lower()):
         if word in GPUS:
@@ -79,7 +79,10 @@ def gpu_of_product(name: str) -> GpuModel:
 
 
 def gpu_named(name: str) -> GpuModel:
-    """Look up a GPU by its name, in any case, with or without a form factor (`h100_sxm`). Raises UnknownGpu."""
+    """Look up a GPU by its name, in any case, with or without a form factor (`h100_sxm`).
+
+    Raises UnknownGpu if the name is not in `GPUS`.
+    """
     plain = name.strip().lower().replace("-", "_").removeprefix("nvidia_").split("_")[0]
     if plain not in GPUS:
         raise UnknownGpu(f"unknown GPU {name!r}, known: {', '.join(sorted(GPUS))}")

@@ -1,4 +1,4 @@
-"""Language models of the cost model: layer sizes from their published configurations. Pure."""
+"""Language models of the cost model: layer sizes from their published configurations."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ BF16_BITS = 16.0
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A decoder-only transformer. Sizes are elements, not bytes; `experts` is 0 for dense models."""
+    """A decoder-only transformer. Sizes are in elements, not bytes; `experts` is 0 for dense models."""
 
     name: str
     layers: int
@@ -43,7 +43,7 @@ class Model:
 
     @property
     def dense_ffn_params(self) -> int:
-        """The number of parameters of one layer's gate, up and down projections that every token passes."""
+        """The number of parameters of the gate, up and down projections of one layer that process every token."""
         return 3 * self.hidden * self.ffn
 
     @property
@@ -66,7 +66,7 @@ class Model:
         return self.layers * per_layer + self.head_params
 
     def kv_bytes_per_token(self, kv_bits: float = BF16_BITS) -> float:
-        """Return the KV cache bytes of one token, over all layers and heads."""
+        """Return the size of one token's KV cache in bytes, over all layers and heads."""
         return 2 * self.layers * self.kv_heads * self.head_dim * kv_bits / 8
 
 
@@ -92,16 +92,17 @@ MODELS: dict[str, Model] = {
 
 
 class UnknownModel(ValueError):
-    """Raised for an unknown model; the message lists the known ones."""
+    """Raised for an unknown model; the message lists the known models."""
 
 
 _SUFFIXES = ("-instruct", "-fp8", "-chat", "-bf16", "-nvfp4", "-base", "-2507", "-fp4", "-it", "-thinking")
 
 
 def model_named(name: str) -> Model:
-    """Look up a model by its name or by the path of a published checkpoint. Raises UnknownModel.
+    """Look up a model by its name or by the path of a published checkpoint.
 
-    The owner in the path, and suffixes for the format or the tuning, are ignored.
+    The owner in the path, and suffixes for the format or the tuning, are ignored. Raises UnknownModel if the remaining
+    name is not in `MODELS`.
     """
     plain = name.strip().lower().rsplit("/", 1)[-1].replace("meta-llama-3", "llama-3")
     while plain not in MODELS and plain.endswith(_SUFFIXES):

@@ -1,8 +1,8 @@
-"""Profiles of the engine of the OrchestrRL paper (arXiv 2601.01209), by name. Pure.
+"""Profiles of the engine of the OrchestrRL paper (arXiv 2601.01209), by name.
 
 The paper gives the times of two phases of a step for Qwen2.5-14B on 8 H800 GPUs (section 2.1). Its engine is slower
 than those in `fitted.py`. The host times per iteration and per sequence are equal for all TP sizes. They are fitted to
-these six times, together with the lengths of the two phases, which the paper omits. All other figures are from the
+these six times, together with the lengths of the two phases, which the paper omits. All other numbers are from the
 roofline.
 """
 
@@ -30,14 +30,14 @@ FITTED_ON = "2026-11-21"
 
 @dataclass(frozen=True, slots=True)
 class PhaseOfStep:
-    """One phase of a generation step: sequences over all instances, their mean context, and its iterations."""
+    """One phase of a generation step: the sequences on all instances, their mean context, and the iterations."""
 
     sequences: float
     context_tokens: float
     iterations: float
 
     def seconds(self, profile: EngineProfile) -> float:
-        """Return the seconds of the phase on as many equal instances as fit on the paper's GPUs."""
+        """Return the duration of the phase in seconds, on as many equal instances as fit on the paper's GPUs."""
         mine = self.sequences * profile.parallelism.gpus / GPUS
         return self.iterations * profile.step.at(mine, mine * self.context_tokens)
 
@@ -53,7 +53,7 @@ TAIL_SEQUENCES, TAIL_CONTEXT_TOKENS = 8.0, 8000.0
 
 @dataclass(frozen=True, slots=True)
 class HostFit:
-    """The host times and phase lengths that best explain the six times of the paper."""
+    """The host times and phase lengths fitted to the six times of the paper."""
 
     step_s: float
     sequence_s: float  # beyond the roofline's own share for each sequence
@@ -82,14 +82,14 @@ PROFILES = {"paper-14b-h800": "qwen2.5-14b", "paper-32b-h800": "qwen2.5-32b"}
 
 
 class UnknownProfile(ValueError):
-    """Raised for an unknown built-in profile; the message lists the known ones."""
+    """Raised for an unknown built-in profile; the message lists the known profiles."""
 
 
 @cache
 def named_profile(name: str) -> Profile:
-    """Return the profile of one of the paper's two models on its engine and GPUs, for the TP sizes 1 to 8 that fit.
+    """Return the profile of one of the paper's two models on the paper's engine and GPUs, for the TP sizes that fit.
 
-    Raises UnknownProfile.
+    Raises UnknownProfile if no built-in profile has this name.
     """
     if name not in PROFILES:
         raise UnknownProfile(f"unknown profile {name!r}, known: {', '.join(sorted(PROFILES))}")
@@ -113,7 +113,7 @@ def paper_engine(model: Model, host: HostFit = FITTED) -> EngineModel:
 
 
 def _provenance(model: Model, host: HostFit) -> Provenance:
-    """Return the provenance of a model's profile; only the fitted model has fit errors."""
+    """Return the provenance of a model's profile. Only the profile of the fitted model includes fit errors."""
     detail = "data sheets, vllm constants, host time fitted to phases of Qwen2.5-14B on H800 in arXiv 2601.01209"
     if model != FITTED_MODEL:
         return Provenance(ProfileSource.ROOFLINE, FITTED_ON, f"{detail}, applied to {model.name}")
@@ -125,7 +125,7 @@ def _provenance(model: Model, host: HostFit) -> Provenance:
 
 
 def phase_seconds(profiles: Sequence[EngineProfile], host: HostFit = FITTED) -> Floats:
-    """Return the seconds of both phases: the early phase of each profile, then the tail of each."""
+    """Return the duration of both phases in seconds: the early phase of each profile, then the tail of each profile."""
     return np.array([phase.seconds(profile) for phase in (host.early, host.tail) for profile in profiles])
 
 

@@ -1,4 +1,4 @@
-"""Predict engine profiles from constants of model, GPU and engine, without measurements. Pure.
+"""Predict engine profiles from constants of model, GPU and engine, without measurements. Has no side effects.
 
 Data-parallel attention: each replica decodes its share of the sequences, and all replicas together hold the experts.
 AFD (attention and FFN on separate GPUs): micro-batches alternate between both sides. A layer takes the time of the
@@ -69,7 +69,8 @@ def predict(
     precision: Precision | None = None,
     cpu_kv_bytes_per_gpu: float = 0.0,
 ) -> EngineProfile:
-    """Predict the profile of one layout. Raises DoesNotFit, and ValueError for pipeline stages.
+    """Predict the profile of one layout. Raises ValueError if it has pipeline stages, and DoesNotFit if the weights
+    leave no room for a KV cache.
 
     `cpu_kv_bytes_per_gpu` is the CPU memory for KV that does not fit on the GPUs; it is used only if the engine spills.
     """
@@ -135,7 +136,7 @@ def attention_replicas(parallelism: Parallelism) -> int:
 
 
 def switch_s(model: Model, gpu: GpuModel, parallelism: Parallelism, engine: EngineModel, precision: Precision) -> float:
-    """Return the seconds to start an instance: the engine, its process group, and its weights.
+    """Return the time to start an instance in seconds: the engine, its process group, and its weights.
 
     All GPUs of the instance load their weights from CPU memory in parallel.
     """
@@ -164,7 +165,7 @@ def move_costs(
 
 
 def _attention_layout(parallelism: Parallelism) -> Parallelism:
-    """Return the layout of attention alone."""
+    """Return the layout of the attention GPUs alone, without the FFN GPUs of AFD."""
     if not parallelism.afd:
         return parallelism
     return Parallelism(tp=parallelism.tp, dp=attention_replicas(parallelism))
@@ -195,7 +196,7 @@ def _capacity_tokens(model: Model, gpu: GpuModel, parallelism: Parallelism, prec
 def _prefill_tokens_per_s(
     model: Model, gpu: GpuModel, parallelism: Parallelism, constants: EngineConstants, precision: Precision
 ) -> float:
-    """Return the prefill rate of the whole engine. Under AFD both sides prefill, as one engine with all GPUs would."""
+    """Return the prefill rate of the whole engine. Under AFD, all GPUs of both sides prefill as one engine would."""
     layout = parallelism
     if parallelism.afd:
         layout = Parallelism(tp=parallelism.tp, dp=max(1, parallelism.gpus // parallelism.tp), ep=parallelism.ffn_gpus)
@@ -204,7 +205,7 @@ def _prefill_tokens_per_s(
 
 
 def _base_s(model: Model, gpu: GpuModel, parallelism: Parallelism, engine: EngineModel, precision: Precision) -> Curve:
-    """Return the seconds of one iteration over the engine's sequences, without the KV cache; a knot per doubling."""
+    """Return the seconds of one iteration over its sequences, without KV cache reads, with a knot per doubling."""
     most = engine.max_sequences * attention_replicas(parallelism)
     doublings = ceil(np.log2(most))
     sequences = np.unique(np.minimum(2.0 ** np.arange(doublings + 1), float(most)))
@@ -219,7 +220,7 @@ def _base_s(model: Model, gpu: GpuModel, parallelism: Parallelism, engine: Engin
 def _afd_s(
     model: Model, gpu: GpuModel, parallelism: Parallelism, c: EngineConstants, precision: Precision, sequences: Floats
 ) -> Floats:
-    """Return the seconds of an iteration under AFD for each number of sequences, without the KV cache."""
+    """Return the seconds of one iteration under AFD for each number of sequences, without KV cache reads."""
     replicas, ffn_gpus = attention_replicas(parallelism), parallelism.ffn_gpus
     micro = np.minimum(float(parallelism.micro_batches), sequences)
     batch = sequences / micro
@@ -253,9 +254,9 @@ def _afd_s(
 
 
 def _ffn_s(model: Model, gpu: GpuModel, gpus: int, c: EngineConstants, precision: Precision, batch: Floats) -> Floats:
-    """Return the seconds of one layer's FFN on its own GPUs, for each batch size.
+    """Return the seconds that the FFN GPUs take for one layer, for each batch size.
 
-    Experts are spread over the GPUs; a dense FFN is split.
+    Experts are distributed over these GPUs; a dense FFN is split over them.
     """
     weight_flops_per_s = gpu.flops_per_s(precision.weight_bits)
     params = model.dense_ffn_params / gpus

@@ -1,6 +1,6 @@
-"""Cost profiles of engines: decode step time, prefill, KV capacity, starts and moves, with their provenance. Pure.
+"""Cost profiles of engines: decode step time, prefill, KV capacity, starts and moves, with their provenance.
 
-Curves are kept as measured. The makespan solver requires step times that are affine in sequences and KV tokens, and
+Curves are stored as measured. The makespan solver requires step times that are affine in sequences and KV tokens, and
 uses the affine fit over the range of batches ahead in the step (`EngineProfile.configuration`).
 """
 
@@ -16,7 +16,7 @@ from planner.model import Parallelism as Parallelism
 
 
 class ProfileSource(StrEnum):
-    """The source of a profile's figures, in order of trust."""
+    """The source of a profile's numbers, from the most to the least trusted."""
 
     MEASURED = "measured"  # on the user's own engines
     IMPORTED = "imported"  # from a vendor's measured kernel data
@@ -26,7 +26,7 @@ class ProfileSource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """The source and the date of figures, and how well the curves fit the measurements."""
+    """The source and the date of a profile's numbers, and how well its curves fit the measurements."""
 
     source: ProfileSource
     date: str  # ISO 8601
@@ -91,7 +91,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
-    """An engine configuration with its measured or predicted curves."""
+    """The measured or predicted performance of one engine configuration."""
 
     id: ConfigurationId
     parallelism: Parallelism
@@ -107,7 +107,7 @@ class EngineProfile:
     def configuration(self, sequences: tuple[float, float] | None = None) -> Configuration:
         """Return a configuration with the affine step time closest to the curve over the range `sequences`.
 
-        The default range is that of the knots.
+        By default, the range extends from the first to the last knot.
         """
         low, high = sequences or (min(1.0, self.step.base_s.xs[-1]), self.step.base_s.xs[-1])
         alpha_s, beta_s = affine_fit(self.step.base_s, low, max(low + 1.0, high))
@@ -125,7 +125,7 @@ class EngineProfile:
 
 
 def straight_line(curve: Curve) -> tuple[float, float] | None:
-    """Return intercept and slope of a curve that is a line with both >= 0; None for any other curve."""
+    """Return the intercept and slope of a curve that is a straight line; None for other curves or if either is < 0."""
     if len(curve.xs) == 1:
         return curve.ys[0], 0.0
     if len(curve.xs) > 2:
@@ -138,7 +138,7 @@ def straight_line(curve: Curve) -> tuple[float, float] | None:
 def affine_fit(curve: Curve, low: float, high: float, points: int = 33) -> tuple[float, float]:
     """Return the intercept and the slope, both >= 0, with the least squared relative error over `low..high`.
 
-    If the curve is such a line itself, its own intercept and slope are returned.
+    If the curve is itself a line with intercept and slope >= 0, these are returned unchanged.
     """
     straight = straight_line(curve)
     if straight is not None:
@@ -178,9 +178,9 @@ class MoveCosts:
     def rebuilt_tokens(self) -> Curve | None:
         """Return the equivalent prefill length as a curve over context tokens; None if the costs ignore the size.
 
-        It is the number of tokens in usual prompts that take equally long to prefill, because attention makes long
-        contexts more expensive than an engine's rate suggests. The fixed time of each request is excluded: requests
-        that move together wait for it at the same time.
+        The equivalent length is the number of tokens in usual prompts that take equally long to prefill: attention
+        makes long contexts more expensive than an engine's rate suggests. It excludes the fixed time of each request,
+        because requests that move together wait for it at the same time.
         """
         first_s = self.recompute_s.at(0.0)
         usual_s = (self.recompute_s.at(USUAL_PROMPT_TOKENS) - first_s) / USUAL_PROMPT_TOKENS

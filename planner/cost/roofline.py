@@ -1,4 +1,5 @@
-"""Calculate step times from constants of GPU, model and engine: the work to read, multiply and send. Pure.
+"""Calculate step times from constants of GPU, model and engine: the work to read, multiply and send. Has no side
+effects.
 
 `work_of` returns the work of a decode iteration and of a prefill on the busiest GPU, in seconds at the data sheet's
 rates. `decode_s` and `prefill_s` apply an engine's constants to it. Every function also takes arrays, because the fit
@@ -34,7 +35,7 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class IterationWork:
-    """The cost of a decode iteration over `sequences`, and of a prompt, at peak rates.
+    """The work of a decode iteration over `sequences`, and of a prompt, in seconds at peak rates.
 
     Each field is one value or one per row.
     """
@@ -124,9 +125,9 @@ def link_bytes_per_s(gpu: GpuModel, gpus: int) -> float:
 
 
 def all_reduce_s_per_byte(gpu: GpuModel, gpus: int) -> float:
-    """Return the seconds per byte of an all-reduce at peak rates.
+    """Return the time per byte of an all-reduce at peak rates, in seconds.
 
-    Across nodes it has two levels: every NIC carries its share of the node's sum.
+    An all-reduce across nodes has two levels: every NIC carries its share of the node's sum.
     """
     inside, nodes = min(gpus, gpu.per_node), max(1.0, gpus / gpu.per_node)
     across = 2.0 * (nodes - 1) / nodes / gpu.per_node / gpu.nic_bytes_per_s
@@ -134,7 +135,7 @@ def all_reduce_s_per_byte(gpu: GpuModel, gpus: int) -> float:
 
 
 def hop_s(gpu: GpuModel, gpus: int) -> float:
-    """Return the latency added to a collective among `gpus` GPUs if it leaves the node."""
+    """Return the latency in seconds that the network adds to a collective of `gpus` GPUs; 0 inside one node."""
     return 0.0 if gpus <= gpu.per_node else gpu.inter_node_latency_s
 
 
@@ -146,7 +147,7 @@ def full_attention_share(model: Model) -> float:
 def kv_bytes_per_gpu(model: Model, tp: int, precision: Precision) -> float:
     """Return the KV bytes of one token on each GPU of its attention replica.
 
-    With fewer KV heads than GPUs, heads are stored more than once.
+    If there are fewer KV heads than GPUs, several GPUs store the same head.
     """
     heads = max(1.0, model.kv_heads / tp)
     return 2 * model.layers * heads * model.head_dim * precision.kv_bits / 8
@@ -164,13 +165,13 @@ def weight_bytes_per_gpu(model: Model, parallelism: Parallelism, precision: Prec
 
 
 def kv_capacity_tokens(model: Model, gpu: GpuModel, parallelism: Parallelism, precision: Precision) -> float:
-    """Return the KV capacity over all attention replicas; 0 or less if the weights do not fit."""
+    """Return the KV capacity of all attention replicas together, in tokens; 0 or less if the weights do not fit."""
     room = gpu.hbm_bytes * MEMORY_SHARE - weight_bytes_per_gpu(model, parallelism, precision) - ACTIVATION_RESERVE_BYTES
     return parallelism.dp * room / kv_bytes_per_gpu(model, parallelism.tp, precision)
 
 
 def decode_s(work: IterationWork, constants: EngineConstants) -> NDArray[np.float64]:
-    """Return the seconds of one iteration without reading the KV cache."""
+    """Return the duration of one decode iteration in seconds, without KV cache reads."""
     c, sequences = constants, work.sequences
     dense = np.hypot(work.dense_read_s / c.hbm_efficiency, sequences * work.dense_flops_s / c.gemm_efficiency)
     experts = np.hypot(_expert_read_s(work, c), _expert_flops_s(work, c))
@@ -185,7 +186,7 @@ def decode_s(work: IterationWork, constants: EngineConstants) -> NDArray[np.floa
 
 
 def kv_s_per_token(work: IterationWork, constants: EngineConstants) -> NDArray[np.float64]:
-    """Return the seconds of one iteration per KV token that the attention replica holds."""
+    """Return the seconds that each KV token of the attention replica adds to a decode iteration."""
     return np.asarray(work.kv_read_s_per_token / constants.kv_efficiency)
 
 
@@ -208,15 +209,15 @@ def _imbalance(work: IterationWork, c: EngineConstants) -> NDArray[np.float64]:
 def distinct_experts(experts: Numbers, per_token: Numbers, tokens: Numbers, exponent: Numbers) -> NDArray[np.float64]:
     """Return the number of distinct experts that a batch visits in one layer.
 
-    It is lower than for independent tokens, because tokens of one batch are similar and routers prefer some experts
-    (see `EngineConstants.routing_exponent`).
+    The number is lower than for independent tokens, because tokens of one batch are similar and routers prefer some
+    experts (see `EngineConstants.routing_exponent`).
     """
     independent = np.power(np.maximum(tokens, 0.0), exponent)
     return np.asarray(experts * (1.0 - np.power(1.0 - per_token / np.maximum(experts, 1.0), independent)))
 
 
 def _expert_read_s(work: IterationWork, c: EngineConstants) -> NDArray[np.float64]:
-    """Return the seconds to read the visited experts on the busiest rank."""
+    """Return the seconds that the busiest rank takes to read the visited experts."""
     distinct = distinct_experts(work.experts, work.experts_per_token, work.all_tokens, c.routing_exponent)
     busiest = np.minimum(distinct * _imbalance(work, c), work.experts)
     efficiency = c.hbm_efficiency * np.where(np.greater(work.four_bit_experts, 0), c.four_bit_efficiency, 1.0)
@@ -228,7 +229,7 @@ def _expert_flops_s(work: IterationWork, c: EngineConstants) -> NDArray[np.float
 
 
 def _latencies_s(work: IterationWork, c: EngineConstants) -> NDArray[np.float64]:
-    """Return the latencies of all collectives of an iteration, which do not depend on the batch.
+    """Return the total latency of all collectives of an iteration, which does not depend on the batch.
 
     Each layer has two all-reduces among the GPUs of a replica and two all-to-alls among replicas.
     """
@@ -242,7 +243,8 @@ def _latencies_s(work: IterationWork, c: EngineConstants) -> NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """A closed loop of `concurrency` clients, each of which sends its next prompt when its last answer has ended."""
+    """A closed loop of `concurrency` clients, each of which sends its next prompt when its previous answer is
+    complete."""
 
     concurrency: float
     prompt_tokens: float
@@ -250,7 +252,7 @@ class ClosedLoop:
 
 
 def running_sequences(load: ClosedLoop, capacity_tokens: float) -> float:
-    """Return the number of sequences that decode at once: all clients, or as many as fit at half of their output."""
+    """Return the number of sequences that decode at once: one per client, or as many as fit halfway."""
     return min(load.concurrency, max(1.0, capacity_tokens / (load.prompt_tokens + load.output_tokens / 2)))
 
 
@@ -263,7 +265,7 @@ def tpot_s(
 ) -> NDArray[np.float64]:
     """Return the mean time per output token of a closed loop, including the prefills of other requests.
 
-    During its decode, a request meets one prefill of every other request that is not in lockstep with it. Each
+    While a request decodes, it is delayed by one prefill of every other request that is not in lockstep with it. Each
     sequence reads `context_tokens`, its context at half of its output.
     """
     own = decode_s(work, constants) + kv_s_per_token(work, constants) * context_tokens * work.sequences
@@ -272,7 +274,7 @@ def tpot_s(
 
 
 def attended_tokens(model: Model, load: ClosedLoop) -> float:
-    """Return the tokens that a sequence at half of its output attends to, as the mean over layers."""
+    """Return the number of tokens that a sequence at half of its output attends to, as the mean over layers."""
     context = load.prompt_tokens + load.output_tokens / 2
     if not model.window_tokens:
         return context

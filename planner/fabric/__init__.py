@@ -1,1 +1,4 @@
-"""Choose the circuits of each communication period, and when they may change. Pure; see docs/fabric.md."""
+"""Choose the circuits of each communication period, and when they may change, without side effects.
+
+See docs/fabric.md.
+"""

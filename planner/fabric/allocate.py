@@ -1,7 +1,9 @@
-"""Choose how many circuits each pair of endpoints gets for a demand; never worse than Algorithm 3 (appendix D). Pure.
+"""Choose how many circuits each pair of endpoints gets for a demand; never worse than Algorithm 3 (appendix D). Has no
+side effects.
 
-An allocation is judged by the pairs served, the bytes served, and the seconds of the slowest pair served. It is worse
-if any of these is. A pair without a circuit is unserved, not slow: its packets take several hops or the packet side."""
+An allocation is judged by the number of pairs served, the bytes served, and the seconds of the slowest pair served. It
+is worse than another allocation if any of these three is worse. A pair without a circuit is unserved, not slow: its
+packets take several hops or the packet side."""
 
 import math
 from collections.abc import Mapping
@@ -63,7 +65,7 @@ def allocate(problem: AllocationProblem, *, bipartite: bool = False) -> Allocati
 
     Of the allocations found, the result has the most pairs, then the fewest seconds, then the most bytes. `bipartite`
     is for demand between two sides with hot endpoints: it also tries the utilisation-aware tie-break, and ranks bytes
-    first. The amount of work is fixed; no randomness."""
+    first. The amount of work is fixed, and nothing is random."""
     demanded, barred = _demanded(problem)
     circuits: Mapping[int, int] = by_bottleneck(demanded)
     if 0 < len(circuits) < len(demanded.pairs):  # if all are served, no allocation ends sooner
@@ -80,7 +82,7 @@ def algorithm3(problem: AllocationProblem) -> Allocation:
 
 
 def _demanded(problem: AllocationProblem) -> tuple[Demanded, list[Pair]]:
-    """Return the eligible pairs with traffic, and the other pairs with traffic."""
+    """Return the eligible pairs that have traffic, and the ineligible pairs that have traffic."""
     sent: dict[Pair, tuple[float, float]] = {}  # bytes of the larger direction, and of both
     for (source, destination), sent_bytes in problem.demand.items():
         if sent_bytes > 0:

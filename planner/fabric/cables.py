@@ -1,4 +1,5 @@
-"""Find miswired cables: compare what ToRs observe with the site's file and the switches' cross-connects. Pure.
+"""Find miswired cables: compare what ToRs observe with the site's file and the switches' cross-connects. Has no side
+effects.
 
 A switch controls its mirrors, but cannot detect which fibre is plugged in. Light on a wrong fibre arrives elsewhere: a
 ToR has an unexpected signal, or an unexpected router answers there."""
@@ -49,8 +50,8 @@ _Ends = Mapping[Interface, tuple[Port, Interface]]
 def faults_seen(
     site: Site, interfaces: Mapping[Port, Interface], up: Iterable[PortPair], seen: ObservedCables
 ) -> tuple[CablingFault, ...]:
-    """Find faults by the light of existing circuits. Two cables of one ToR that lead to the same other ToR are
-    indistinguishable this way; a walk (`traced`) can distinguish them."""
+    """Find faults by the light of existing circuits. If two cables of one ToR lead to the same other ToR, this method
+    cannot distinguish them; a walk (`traced`) can."""
     ends = _ends(links_up(site, up, interfaces), interfaces)
     dark = {here for here in ends.keys() - seen.signals if here[0] not in seen.silent}
     strays = (seen.signals & set(interfaces.values())) - ends.keys()
@@ -98,8 +99,9 @@ def _strangers(ends: _Ends, seen: ObservedCables, explained: set[Interface]) -> 
 
 
 def walk(interfaces: Mapping[Port, Interface], free: Iterable[Port]) -> tuple[PortPair, ...]:
-    """Return cross-connects to light one after the other: on each switch a ring of the free fibres. Each fibre is lit
-    with two others, of other ToRs if possible. Two swapped cables are only detected if each is lit with a third."""
+    """Return the cross-connects to make one after the other: a ring of the free fibres on each switch. Each fibre is
+    lit together with two other fibres, of other ToRs if possible, because two swapped cables are only detected if each
+    of them is also lit with a third one."""
     by_switch: dict[OcsId, dict[EndpointId, list[Port]]] = {}
     for port in sorted(free):
         if port in interfaces:
@@ -116,8 +118,8 @@ def walk(interfaces: Mapping[Port, Interface], free: Iterable[Port]) -> tuple[Po
 def traced(
     lightings: Sequence[tuple[PortPair, frozenset[Interface]]], interfaces: Mapping[Port, Interface]
 ) -> tuple[frozenset[Port], tuple[CablingFault, ...]]:
-    """Evaluate a walk: each cross-connect with the interfaces that had a signal meanwhile. Returns the ports whose
-    fibre ends where it should, and faults of the others."""
+    """Evaluate a walk. `lightings` has each cross-connect with the interfaces that had a signal while it was up.
+    Returns the ports whose fibre ends at the correct interface, and the faults of all other ports."""
     came: dict[Port, list[frozenset[Interface]]] = {}
     partners: dict[Port, list[Port]] = {}
     for pair, lit in lightings:
@@ -145,8 +147,8 @@ def traced(
 def _found(
     came: Mapping[Port, Sequence[frozenset[Interface]]], partners: Mapping[Port, Sequence[Port]]
 ) -> dict[Port, Interface]:
-    """Locate the far end of each port: the interface common to all its lightings, or the one that remains without its
-    partner's."""
+    """Locate the far end of each port: the interface that is common to all lightings of the port, or the only interface
+    that remains after excluding its partner's. Ports without such an interface are omitted."""
     found: dict[Port, Interface] = {}
     for port, lit in came.items():
         some = [each for each in lit if each]

@@ -1,4 +1,4 @@
-"""Estimate the offset of another host's clock, with a bound that holds for any network delay. Pure.
+"""Estimate the offset of another host's clock, with a bound that holds for any network delay. Has no side effects.
 
 Uses the four timestamps of NTP (RFC 5905, section 8), but keeps the bound with the estimate: a reply is sent after the
 request left and before it arrived, so the offset lies within half of the round trip. Several exchanges are intersected,
@@ -14,8 +14,8 @@ MOST_AGE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ClockExchange:
-    """One request and its reply. `sent_s` and `back_s` are in our clock, `received_s` and `answered_s` in the
-    other's."""
+    """One request and its reply. `sent_s` and `back_s` are in our clock, `received_s` and `answered_s` in the clock of
+    the other host."""
 
     sent_s: float
     received_s: float
@@ -52,15 +52,15 @@ class ClockOffset:
 
 @dataclass(slots=True)
 class OffsetEstimator:
-    """Estimates the clock offset of one host. An exchange that contradicts earlier ones means that a clock was set:
-    earlier ones are dropped."""
+    """Estimates the clock offset of one host. If an exchange contradicts earlier exchanges, a clock was set: the
+    earlier exchanges are dropped."""
 
     _recent: deque[ClockExchange] = field(default_factory=lambda: deque(maxlen=EXCHANGES))
     _edges: tuple[float, float] | None = None  # their intersection when the newest reply arrived
 
     def add(self, exchange: ClockExchange) -> None:
-        """Add an exchange; call in order of time. Ignores one that contradicts itself, because a clock was set during
-        it."""
+        """Add an exchange. Exchanges must be added in order of time. An exchange that contradicts itself is ignored: a
+        clock was set while it took place."""
         if exchange.most_s < exchange.least_s - _drift_s(exchange.back_s - exchange.sent_s):
             return
         self._recent.append(exchange)
@@ -72,7 +72,8 @@ class OffsetEstimator:
             self._edges = None
 
     def offset(self, now_s: float) -> ClockOffset | None:
-        """Return the offset at `now_s` in our clock; None before the first exchange, or if all are too old."""
+        """Return the offset at `now_s` in our clock; None before the first exchange, or if all exchanges are too
+        old."""
         while self._recent and now_s - self._recent[0].back_s > MOST_AGE_S:
             self._recent.popleft()
             self._edges = None
@@ -82,8 +83,8 @@ class OffsetEstimator:
         return ClockOffset((least_s + most_s) / 2, max(0.0, most_s - least_s) / 2)
 
     def _allowed(self, now_s: float) -> tuple[float, float]:
-        """Return the least and the greatest offset that all exchanges allow, widened by their age. After the newest
-        exchange all widen at the same rate, so their intersection is computed once."""
+        """Return the least and the greatest offset that all exchanges allow, widened by their age. Since the newest
+        exchange, all ranges widen at the same rate, so their intersection is computed only once."""
         newest_s = self._recent[-1].back_s
         if self._edges is None:
             drifts = [(each, _drift_s(max(0.0, newest_s - each.sent_s))) for each in self._recent]

@@ -1,4 +1,4 @@
-"""Compute which rank sends how many bytes to which in a collective operation. Pure.
+"""Compute how many bytes each rank sends to each other rank in a collective operation. Has no side effects.
 
 The algorithms are those of NCCL: rings in the order in which a group lists its ranks, and its double binary tree."""
 
@@ -30,14 +30,14 @@ class RankTransfers:
 def transfers_of(traffic: Traffic) -> Iterator[RankTransfers]:
     """Yield the transfers of any primitive except BROADCAST, whose tree depends on the site.
 
-    With n ranks in a group and S `bytes_per_rank`, each `times`:
-    RING_ALL_REDUCE: S is the rank's buffer; 2(n-1)/n * S to the next.
-    TREE_ALL_REDUCE: S is the rank's buffer; half of it up and down each edge of either tree.
-    ALL_GATHER: S is the rank's shard, n*S is gathered; (n-1)/n of that, (n-1) * S, to the next.
-    REDUCE_SCATTER: S is the rank's buffer, of which it keeps one n-th; (n-1)/n * S to the next.
-    ALL_TO_ALL: S is the rank's buffer, one n-th for each rank, itself included; S/n to each other.
-    PIPELINE: S to the next. RING_EXCHANGE: the same, and from the last to the first.
-    BIPARTITE: S is split evenly over the receivers; with `both_ways` they send as much back."""
+    With n ranks in a group and S `bytes_per_rank`, each rank sends the following, `times` times:
+    RING_ALL_REDUCE: S is the rank's buffer; 2(n-1)/n * S to the next rank.
+    TREE_ALL_REDUCE: S is the rank's buffer; half of it up and down each edge of both trees.
+    ALL_GATHER: S is the rank's shard, n*S is gathered; (n-1)/n of that, (n-1) * S, to the next rank.
+    REDUCE_SCATTER: S is the rank's buffer, of which it keeps one n-th; (n-1)/n * S to the next rank.
+    ALL_TO_ALL: S is the rank's buffer, one n-th for each rank including itself; S/n to each other rank.
+    PIPELINE: S to the next rank. RING_EXCHANGE: the same, and S from the last rank to the first.
+    BIPARTITE: S is split evenly over the receivers; with `both_ways`, the receivers send as much back."""
     if traffic.primitive is Primitive.BROADCAST:
         raise ValueError("traffic must not be a broadcast, whose tree depends on the site: see broadcasts_of")
     message_bytes = traffic.bytes_per_rank * traffic.times
@@ -68,9 +68,9 @@ def transfers_of(traffic: Traffic) -> Iterator[RankTransfers]:
 
 
 def double_tree(size: int) -> tuple[Ints, Ints]:
-    """Return children and their parents in both trees, by position in the group. One is a binary tree in which every
-    second rank is a leaf. The other is its mirror image (shifted by one if `size` is odd), so that a leaf of one tree
-    is inside the other."""
+    """Return the (child, parent) edges of both trees, by position in the group. The first is a binary tree in which
+    every second rank is a leaf. The second is its mirror image (shifted by one if `size` is odd), so that each leaf of
+    one tree is an inner node of the other."""
     ranks = np.arange(1, size, dtype=np.int64)
     lowest_bit = ranks & -ranks
     above = (ranks ^ lowest_bit) | (lowest_bit << 1)

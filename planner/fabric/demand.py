@@ -1,8 +1,8 @@
-"""Convert an intent into bytes between ToRs. Pure; AggregateDemand of Algorithm 2 in the paper.
+"""Convert an intent into bytes between ToRs, without side effects: AggregateDemand of Algorithm 2 in the paper.
 
-A rank maps to its GPU, the GPU's NIC (or the NIC's stand-in) and the NIC's ToR. Traffic inside a server uses NVLink,
-traffic below one ToR its packet switch. If ToRs are rail-aligned, a message for another rail first crosses NVLink to
-the GPU of that rail (PXN in NCCL), so that it stays on the ToRs of one rail."""
+A rank maps to its GPU, the GPU's NIC (or the NIC's stand-in) and the NIC's ToR. Traffic inside a server uses NVLink;
+traffic between servers of one ToR uses its packet switch. If ToRs are rail-aligned, a message for another rail first
+crosses NVLink to the GPU of that rail (PXN in NCCL), so that it stays on the ToRs of one rail."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -33,9 +33,9 @@ class NicMask:
 
 def mask_nics(site: Site, failures: FabricFailures) -> NicMask:
     """Replace failed NICs: their traffic crosses NVLink to a healthy NIC on the same ToR if there is one, otherwise to
-    the next one.
+    the next healthy NIC.
 
-    Failed NICs share a stand-in only if there is no other."""
+    Two failed NICs share a stand-in only if no other healthy NIC is left."""
     stand_in: dict[ServerId, tuple[int, ...]] = {}
     notes: list[str] = []
     for server in site.servers:
@@ -68,8 +68,8 @@ def _stand_ins(server: Server, failed: list[int]) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """The server and NIC of each rank. `server` and `nic` are NONE if it has none; `nic` is the stand-in of its own
-    NIC. NICs are numbered over the site, server by server."""
+    """The server and NIC of each rank. `server` and `nic` are NONE for a rank without a server or NIC; `nic` is the
+    stand-in of the rank's own NIC. NICs are numbered over the site, server by server."""
 
     site: Site
     ranks: Ints  # sorted
@@ -112,7 +112,7 @@ class RankPlacement:
 
     @cached_property
     def tor(self) -> Ints:
-        """The ToR of each rank, [index in `ranks`], or NONE without a NIC."""
+        """The ToR number of each rank, in the order of `ranks`; NONE if the rank has no NIC."""
         return np.where(self.nic == NONE, NONE, self.nic_tor[self.nic])
 
     @cached_property
@@ -121,12 +121,12 @@ class RankPlacement:
 
     @cached_property
     def pod(self) -> Ints:
-        """The number of each rank's PoD, [index in `ranks`]."""
+        """The PoD number of each rank, in the order of `ranks`."""
         return np.where(self.tor == NONE, NONE, self.tor_pod[self.tor])
 
     @cached_property
     def tor_pod(self) -> Ints:
-        """The number of each ToR's PoD, [ToR]."""
+        """The PoD number of each ToR, as an array indexed by ToR."""
         numbers = {pod.id: number for number, pod in enumerate(self.site.pods)}
         return np.array([numbers[tor.pod] for tor in self.site.tors], dtype=np.int64)
 
@@ -135,7 +135,7 @@ class RankPlacement:
         return [int(rank) for rank in self.ranks[self.server == NONE]]
 
     def pods(self) -> frozenset[EndpointId]:
-        """Return the PoDs that have ranks."""
+        """Return the PoDs that contain at least one rank."""
         return frozenset(self.site.pods[number].id for number in np.unique(self.pod).tolist() if number != NONE)
 
 
@@ -152,8 +152,8 @@ class IntentFlows:
 
 
 def flows_of(intent: Intent, site: Site, failures: FabricFailures) -> IntentFlows:
-    """Return the traffic of an intent. Traffic for a purpose is counted separately if the site reserves lanes for
-    it."""
+    """Return the traffic of an intent. Traffic for a purpose is counted separately if the site reserves lanes for that
+    purpose."""
     mask = mask_nics(site, failures)
     placement = RankPlacement.of(site, intent, mask)
     reserved = {each.purpose for each in site.reservations}
@@ -180,7 +180,7 @@ def flows_of(intent: Intent, site: Site, failures: FabricFailures) -> IntentFlow
 
 
 class _Tally:
-    """Counts bytes by the level that carries them."""
+    """Counts bytes by the level of the network that carries them."""
 
     def __init__(self, placement: RankPlacement) -> None:
         self._placement = placement
@@ -193,7 +193,7 @@ class _Tally:
         self._waiting_count = 0
 
     def add(self, transfers: RankTransfers) -> None:
-        """Queue transfers; small batches are counted together in `flush`."""
+        """Add transfers to the counts; small batches are queued and counted together in `flush`."""
         self._waiting.append(transfers)
         self._waiting_count += len(transfers.sources)
         if self._waiting_count >= TRANSFERS_AT_ONCE:
@@ -239,8 +239,8 @@ class _Tally:
 def _on_one_rail(
     placement: RankPlacement, source: Ints, destination: Ints, source_server: Ints, destination_server: Ints
 ) -> tuple[Ints, Ints]:
-    """Return the NICs that messages leave and arrive by. A message changes rail before it leaves or, if the source has
-    no NIC on the destination's rail, after it has arrived."""
+    """Return the NIC that sends each message and the NIC that receives it. A message changes rail before it is sent or,
+    if the source has no NIC on the destination's rail, after it has arrived."""
     on_rail = placement.on_rail
     if not on_rail.shape[1]:
         return source, destination
@@ -263,12 +263,12 @@ def _homeless(placement: RankPlacement, dropped_bytes: float) -> Iterator[str]:
 
 def broadcasts_of(traffic: Traffic, placement: RankPlacement) -> RankTransfers:
     """Return the transfers of a BROADCAST: the whole message from the first rank of each group to its receivers, or to
-    the rest of the group.
+    all other ranks of the group if it has no receivers.
 
-    It follows a tree of two levels (section 5.2 and appendix E of the paper). Phase A sends from the root to a seed in
-    every other PoD. Phase B sends from the seed to the rest of its PoD: from ToR to ToR, then below each ToR and in
-    each server. A message enters each PoD, ToR and server once. Seeds vary from group to group, so that many shards
-    form a forest over different ToRs."""
+    The message follows a tree of two levels (section 5.2 and appendix E of the paper). Phase A sends from the root to a
+    seed in every other PoD. Phase B sends from the seed to the other ranks of its PoD: from ToR to ToR, then below each
+    ToR and in each server. A message enters each PoD, ToR and server once. Seeds vary from group to group, so that many
+    shards form a forest over different ToRs."""
     sources: list[Ints] = [np.zeros(0, dtype=np.int64)]
     destinations: list[Ints] = [np.zeros(0, dtype=np.int64)]
     for number, group in enumerate(traffic.groups):
@@ -285,7 +285,7 @@ def broadcasts_of(traffic: Traffic, placement: RankPlacement) -> RankTransfers:
 
 
 def _edges(placement: RankPlacement, number: int, root: int, receivers: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Yield ranks and the ranks that they forward the message to."""
+    """Yield the edges of the tree: arrays of sending ranks, each with an equally long array of receiving ranks."""
     root_place = int(placement.places(np.array([root]))[0])
     places = placement.places(receivers)
     beside = (placement.server[places] == placement.server[root_place]) & (placement.server[places] != NONE)
@@ -320,8 +320,8 @@ def _edges(placement: RankPlacement, number: int, root: int, receivers: Ints) ->
 
 
 def _fan_out(seed: int, seed_tor: int, heads: Ints, tors: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Yield a binary tree of ToRs that begins at the seed, then transfers from the first head below each ToR to its
-    others."""
+    """Yield the edges of a binary tree of ToRs that begins at the seed, then the edges from the first head below each
+    ToR to the other heads below it."""
     others, first = np.unique(tors, return_index=True)
     away = others != seed_tor
     relays = np.concatenate([[seed], heads[first[away]]]).astype(np.int64)  # one per ToR, the seed first

@@ -1,4 +1,5 @@
-"""Derive the traffic of deployed engines until the next redeployment: the intent of a Gen period. Pure.
+"""Derive the intent of a Gen period: the traffic of the deployed engines until the next redeployment. Has no side
+effects.
 
 The volumes are those that `planner/cost/roofline.py` times: activations of every token that passes a layer. A rank's
 number is its GPU's."""
@@ -20,8 +21,8 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class DeployedEngine:
-    """An engine with its layout and volume. `gpus` are in the order of ranks: by attention replica, pipeline stage,
-    then TP rank. Under AFD, attention GPUs come before FFN GPUs."""
+    """An engine with its layout and token volume. `gpus` are in the order of ranks: by attention replica, pipeline
+    stage, then TP rank. Under AFD, attention GPUs come before FFN GPUs."""
 
     id: EngineId
     gpus: tuple[GpuId, ...]
@@ -45,8 +46,8 @@ def deployment_intent(
     trainers: Sequence[GpuId] = (),
     per_node: int = GPUS_PER_NODE,
 ) -> Intent:
-    """Return the intent of the engines. Engines of equal layout and volume share traffic entries; responses are
-    assigned to `trainers` round-robin."""
+    """Return the intent of the engines. Engines of equal layout and volume share traffic entries. The engines send
+    their responses to `trainers`, assigned round-robin."""
     ordered = sorted(engines, key=lambda engine: engine.id)
     alike: dict[tuple[TrafficOperation, Primitive, float, float, bool], list[tuple[tuple[int, ...], tuple[int, ...]]]]
     alike = defaultdict(list)
@@ -106,8 +107,8 @@ def _engine_traffic(model: Model, engine: DeployedEngine, per_node: int) -> Iter
 def _afd_traffic(
     model: Model, layout: Parallelism, gpus: tuple[int, ...], all_bytes: float, per_node: int
 ) -> Iterator[Traffic]:
-    """Yield the traffic of an AFD engine: in each layer every token goes from its attention GPU to its experts' GPUs
-    and back. A dense FFN is split over its GPUs, which all-reduce."""
+    """Yield the traffic of an AFD engine: in each layer, every token goes from its attention GPU to its experts' GPUs
+    and back. A dense FFN is split over the FFN GPUs, which all-reduce."""
     attention, ffn = gpus[: layout.attention_gpus], gpus[layout.attention_gpus :]
     copies = min(model.experts_per_token, len(ffn)) if model.moe else 1
     sent_bytes, layers = all_bytes * copies / len(attention), float(model.layers)
@@ -119,8 +120,8 @@ def _afd_traffic(
 
 
 def _all_reduce(groups: Groups, buffer_bytes: float, times: float, per_node: int) -> Iterator[Traffic]:
-    """Yield an all-reduce: one ring inside a node; beyond it two levels, in which every NIC carries its share of the
-    node's sum."""
+    """Yield the traffic of an all-reduce: one ring if a group fits in a node, otherwise two levels, in which every NIC
+    carries its share of the node's sum."""
     size = len(groups[0])
     if size == 1:
         return

@@ -1,4 +1,4 @@
-"""Generate regular sites from a few numbers: rail-aligned PoDs, fibres spread over the switches, a slice for responses.
+"""Generate regular sites: rail-aligned PoDs, fibres spread over the switches, and lanes reserved for responses.
 
 Each switch of a PoD has fibres to each of its ToRs and uplinks, and each core switch to each uplink, so that any two
 endpoints share every switch. If one switch has too few ports, more switches share the fibres."""
@@ -36,7 +36,8 @@ _TOR_NICS = 32  # half of a ToR's 64 ports go to servers
 
 @dataclass(frozen=True, slots=True)
 class ShapeFault:
-    """A fault of a parameter: what is wrong, or what to change. `value` is its current value."""
+    """An invalid parameter of a site. `message` states the problem or the required change; `value` is the current
+    value."""
 
     parameter: str
     message: str
@@ -44,7 +45,7 @@ class ShapeFault:
 
 
 class ImpossibleSite(ValueError):
-    """Raised if no site has these parameters; lists all faults."""
+    """Raised if no site can have the given parameters. `faults` lists everything that is wrong."""
 
     def __init__(self, faults: Iterable[ShapeFault]) -> None:
         self.faults = tuple(faults)
@@ -53,7 +54,7 @@ class ImpossibleSite(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SiteNumber:
-    """The meaning of a number in a site's shape, its usual value and its minimum."""
+    """The description of one numeric parameter of a site's shape, its usual value and its minimum."""
 
     text: str
     usual: str = ""
@@ -62,10 +63,10 @@ class SiteNumber:
 
 @dataclass(frozen=True, slots=True)
 class SiteShape:
-    """The parameters of a regular site; None means the usual value. Raises ImpossibleSite.
+    """The parameters of a regular site; None means the usual value. Raises ImpossibleSite if parameters are invalid.
 
-    By default NICs, links and switches are those of the paper's simulations (section 7). ToRs have as much capacity up
-    as down, and half of that fits through a PoD's uplinks."""
+    By default NICs, links and switches are those of the paper's simulations (section 7). ToRs have as much capacity to
+    the switches as to their servers, and a PoD's uplinks carry half of it."""
 
     train_pods: Annotated[int, SiteNumber("PoDs that train.", least=0)] = 1
     gen_pods: Annotated[int, SiteNumber("PoDs that generate.", least=0)] = 1
@@ -110,12 +111,12 @@ class SiteShape:
 
     @property
     def nics_per_rail(self) -> int:
-        """Number of NICs of one server on each rail."""
+        """The number of NICs that one server has on each rail."""
         return self.nics_per_server // self.rail_count
 
     @property
     def blocks(self) -> int:
-        """Number of groups of a PoD's servers that share ToRs."""
+        """The number of blocks per PoD. A block is a group of servers that share ToRs."""
         most = self.servers_per_tor or max(1, _TOR_NICS // self.nics_per_rail)
         return -(-self.servers_per_pod // most)
 
@@ -126,18 +127,18 @@ class SiteShape:
 
     @property
     def uplinks(self) -> int:
-        """Number of uplinks per PoD. A single PoD has no core."""
+        """The number of uplinks per PoD; 0 if the site has only one PoD and therefore no core."""
         return self.uplinks_per_pod if self.pods > 1 else 0
 
     @property
     def uplink_lanes(self) -> int:
-        """Number of fibres per uplink."""
+        """The number of fibres per uplink."""
         lanes = self.core_lanes or self.blocks * self.rail_count * self.tor_fibres // 2
         return max(1, lanes // self.uplinks_per_pod)
 
 
 def site_numbers() -> Mapping[str, tuple[Any, SiteNumber]]:
-    """Return the type and description of each number of a shape."""
+    """Return the type and the description of each numeric parameter of a shape, by name."""
     hints = get_type_hints(SiteShape, include_extras=True)
     return {
         name: (hint.__origin__, hint.__metadata__[0]) for name, hint in hints.items() if hasattr(hint, "__metadata__")
@@ -180,7 +181,10 @@ def _at_odds(shape: SiteShape) -> Iterator[ShapeFault]:
 
 
 def regular_site(shape: SiteShape) -> Site:
-    """Return the site of this shape, valid by `orchestrrl/fabric/site.py`. Raises ImpossibleSite."""
+    """Return a site of this shape that passes the checks of `orchestrrl/fabric/site.py`.
+
+    Raises ImpossibleSite if no site has this shape.
+    """
     faults: list[ShapeFault] = []
     agg = _fewest_switches(_agg_fibres(shape), shape.agg_device.ports, shape.agg_switches)
     core = _fewest_switches(_core_fibres(shape), shape.core_device.ports, shape.core_switches)
@@ -194,7 +198,7 @@ def regular_site(shape: SiteShape) -> Site:
 
 
 def _agg_fibres(shape: SiteShape) -> Counter[int]:
-    """Return the number of endpoints of a PoD by their number of fibres."""
+    """Return, for each number of fibres, how many endpoints of a PoD have that many."""
     return Counter({shape.tor_fibres: shape.blocks * shape.rail_count}) + Counter({shape.uplink_lanes: shape.uplinks})
 
 
@@ -203,8 +207,8 @@ def _core_fibres(shape: SiteShape) -> Counter[int]:
 
 
 def _fewest_switches(fibres: Counter[int], radix: int, wanted: int | None) -> int | None:
-    """Return the fewest switches (or `wanted`) over which the fibres spread evenly, with each endpoint on each switch;
-    None if there is no such number."""
+    """Return the fewest switches (or `wanted`) whose ports suffice if the fibres are spread evenly and each endpoint is
+    on each switch; None if there is no such number."""
     if not +fibres:
         return 0
     for switches in range(1, min(fibres) + 1) if wanted is None else (wanted,):
@@ -214,7 +218,7 @@ def _fewest_switches(fibres: Counter[int], radix: int, wanted: int | None) -> in
 
 
 def _most_ports(fibres: Counter[int], switches: int) -> int:
-    """Return the ports used on the fullest switch if the fibres are spread over this many."""
+    """Return the number of ports used on the fullest switch if the fibres are spread over `switches` switches."""
     return sum(endpoints * -(-count // switches) for count, endpoints in fibres.items())
 
 
@@ -305,7 +309,7 @@ def _names(stem: str, count: int) -> list[str]:
 
 
 def _tors(shape: SiteShape, pod: EndpointId) -> list[Tor]:
-    """Return a PoD's ToRs by block and rail. A ToR with several NICs of one server has no rail."""
+    """Return a PoD's ToRs, ordered by block and rail. A ToR with several NICs of one server has no rail."""
     blocks = [f"{name}-" for name in _names(f"{pod}/b", shape.blocks)] if shape.blocks > 1 else [f"{pod}/"]
     return [
         Tor(EndpointId(name), pod, rail if shape.nics_per_rail == 1 else None)
@@ -315,7 +319,7 @@ def _tors(shape: SiteShape, pod: EndpointId) -> list[Tor]:
 
 
 def _servers(shape: SiteShape, pods: Iterable[Pod], tors: Mapping[EndpointId, list[Tor]]) -> Iterator[Server]:
-    """Yield the servers. GPUs are numbered through the site; block sizes differ by at most one server."""
+    """Yield the servers. GPUs are numbered consecutively over the site; block sizes differ by at most one server."""
     gpu = 0
     for pod in pods:
         for number, name in enumerate(_names(f"{pod.id}/s", shape.servers_per_pod)):
@@ -329,8 +333,8 @@ def _servers(shape: SiteShape, pods: Iterable[Pod], tors: Mapping[EndpointId, li
 def _switches(
     name: str, count: int, fibres: Mapping[EndpointId, int], tier: Tier, pod: EndpointId | None, device: SwitchModel
 ) -> list[Switch]:
-    """Return switches with every endpoint on each, in adjacent ports. A remainder goes to the first switches, for all
-    endpoints alike, so that the ports of any two endpoints match."""
+    """Return switches to which every endpoint is cabled, in adjacent ports. Fibres that do not divide evenly go to the
+    first switches, for all endpoints alike, so that the ports of any two endpoints match."""
     switches = []
     for number, id in enumerate(_names(name, count)):
         ports: dict[EndpointId, tuple[int, ...]] = {}
@@ -344,7 +348,7 @@ def _switches(
 
 
 def _response_lanes(shape: SiteShape) -> int:
-    """Return the lanes reserved per Gen PoD. Raises ImpossibleSite if no other lane would remain."""
+    """Return the number of lanes reserved per Gen PoD. Raises ImpossibleSite if a PoD would keep no unreserved lane."""
     train, gen = shape.train_pods, shape.gen_pods
     lanes = shape.uplink_lanes * shape.uplinks
     if not train or not gen or shape.response_lanes == 0:
@@ -364,11 +368,11 @@ def _response_lanes(shape: SiteShape) -> int:
 def _responses(
     shape: SiteShape, pods: Iterable[Pod], uplinks: Mapping[EndpointId, list[Uplink]], core: Iterable[Switch]
 ) -> Iterator[Reservation]:
-    """Pair each reserved lane of a Gen PoD with one of a Train PoD on the same switch: the last ports of each, over the
-    switches round-robin.
+    """Pair each reserved lane of a Gen PoD with a lane of a Train PoD on the same switch. The last ports of each PoD
+    are used, over the switches round-robin.
 
-    PoDs are cabled alike, so the n-th lanes of any two end on one switch. Within a run of as many lanes as there are
-    PoDs of the rarer role, each PoD provides its n-th lane at most once."""
+    PoDs are cabled alike, so the n-th lanes of any two PoDs end on one switch. Within a run of as many lanes as there
+    are PoDs of the rarer role, each PoD provides its n-th lane at most once."""
     of_role = {role: [pod.id for pod in pods if pod.role is role] for role in PodRole}
     train, gen = of_role[PodRole.TRAIN], of_role[PodRole.GEN]
     kept: dict[OcsId, set[int]] = defaultdict(set)

@@ -1,4 +1,5 @@
-"""Assign ports to pairs one circuit at a time: to the bottleneck (Algorithm 3), evenly, or round-robin. Pure.
+"""Assign ports to pairs one circuit at a time: to the bottleneck (Algorithm 3), evenly, or round-robin. Has no side
+effects.
 
 Pairs and endpoints are numbers here: indices into the sorted lists of a `Demanded`."""
 
@@ -13,7 +14,7 @@ LEVELS = 32  # steps in which utilisation is measured
 
 @dataclass(frozen=True, slots=True)
 class Demanded:
-    """The pairs that may get circuits and have traffic, in sorted order."""
+    """The eligible pairs with traffic, in sorted order, and the ports of their endpoints."""
 
     pairs: Sequence[Pair]
     ends: Sequence[tuple[int, ...]]  # [pair], its endpoints, and any other resource that its circuits use
@@ -26,8 +27,8 @@ class Demanded:
 def by_bottleneck(demanded: Demanded) -> dict[int, int]:
     """Return circuits per served pair by Algorithm 3 (appendix D).
 
-    A pair without a circuit has an infinite time. So each pair gets one, the largest first, while its endpoints have
-    ports; then the slowest pair gets another, repeatedly."""
+    A pair without a circuit has an infinite time. Therefore each pair whose endpoints have free ports first gets one
+    circuit, the largest pair first; then the slowest pair gets another circuit, repeatedly."""
     free = list(demanded.ports)
     served = []
     for pair in demanded.largest_first:
@@ -40,8 +41,9 @@ def by_bottleneck(demanded: Demanded) -> dict[int, int]:
 
 
 def spend(demanded: Demanded, served: Iterable[int]) -> dict[int, int]:
-    """Return one circuit for each of `served`, which must fit, plus one more for the slowest pair whose endpoints have
-    ports, repeatedly. No other circuits for these pairs end sooner: see `planner/fabric/serve.py`."""
+    """Return the circuits per pair: one for each pair of `served`, whose ports must suffice, then repeatedly one more
+    for the slowest pair whose endpoints have free ports. No other distribution over these pairs ends sooner: see
+    `planner/fabric/serve.py`."""
     circuits = dict.fromkeys(served, 1)
     free = list(demanded.ports)
     for pair in circuits:
@@ -67,9 +69,9 @@ def spend(demanded: Demanded, served: Iterable[int]) -> dict[int, int]:
 
 
 def evenly(demanded: Demanded) -> list[int]:
-    """Return the pairs served if, of those without a circuit, a pair with less used endpoints goes before a larger one.
-    This is the utilisation tie-break of appendix D: hot endpoints do not take the ports that others depend on.
-    Utilisation is measured in `LEVELS` steps."""
+    """Return the pairs served if pairs whose endpoints are less utilised come before pairs with more bytes. This is the
+    utilisation tie-break of appendix D: hot endpoints do not take the ports that other endpoints depend on. Utilisation
+    is measured in `LEVELS` steps."""
     used = [0] * len(demanded.ports)
     served, waiting = [], list(demanded.largest_first)
     for level in range(1, LEVELS + 1):
@@ -88,7 +90,7 @@ def evenly(demanded: Demanded) -> list[int]:
 
 
 def in_turn(demanded: Demanded) -> dict[int, int]:
-    """Return circuits per pair if ports are assigned round-robin to all pairs, regardless of demand."""
+    """Return the circuits per pair if ports are assigned round-robin to all pairs, regardless of demand."""
     free = list(demanded.ports)
     circuits: dict[int, int] = {}
     waiting = list(range(len(demanded.pairs)))

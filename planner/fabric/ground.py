@@ -1,4 +1,5 @@
-"""The resources of a plan: who owns each port, which ports failed or are pinned, and which circuits stay. Pure."""
+"""The resources of a plan: the owner of each port, failed and pinned ports, and the circuits that stay. Has no side
+effects."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -26,8 +27,8 @@ def failed_ports(site: Site, failures: FabricFailures) -> frozenset[Port]:
 
 @dataclass(frozen=True)
 class PlanGround:
-    """The site, its state and the PoDs of a plan. `touched`: the PoDs whose circuits are planned anew; all others keep
-    theirs."""
+    """The site, its state and the PoDs of a plan. The circuits of the `touched` PoDs are planned anew; all other PoDs
+    keep their circuits."""
 
     site: Site
     state: FabricState
@@ -43,12 +44,12 @@ class PlanGround:
 
     @cached_property
     def held(self) -> frozenset[Port]:
-        """Ports that new circuits must not use."""
+        """The failed and pinned ports, which new circuits must not use."""
         return self.failed | self.pinned_ports
 
     @cached_property
     def up(self) -> Mapping[OcsId, tuple[PortPair, ...]]:
-        """Healthy circuits that are up and not blocked by a pin, by switch."""
+        """The healthy circuits that are up and not blocked by a pin, by switch."""
         return _by_switch(
             each
             for each in self.state.current
@@ -57,8 +58,9 @@ class PlanGround:
 
     @cached_property
     def stays(self) -> Mapping[OcsId, tuple[PortPair, ...]]:
-        """Circuits that stay, by switch: pins that can still carry light, circuits of untouched PoDs, circuits on ports
-        reserved for other purposes than responses, and circuits that belong to no endpoint of the site."""
+        """The circuits that stay, by switch: pinned circuits that can still carry light, circuits of untouched PoDs,
+        circuits on ports reserved for other purposes than responses, and circuits that belong to no endpoint of the
+        site."""
         pinned = {each for each in self.state.pinned if self._healthy(each)}
         return _by_switch(
             pinned | {each for of_switch in self.up.values() for each in of_switch if self._is_left_alone(each)}
@@ -75,7 +77,8 @@ class PlanGround:
         return any(end in self.site.owner for end in cross_connect.sides)
 
     def lanes_for(self, purpose: str | None) -> Mapping[EndpointId, tuple[Lane, ...]]:
-        """Return, by PoD, healthy lanes reserved for the purpose (None: not reserved) that no pin blocks."""
+        """Return, by PoD, the healthy lanes reserved for `purpose` that no pin blocks; None selects unreserved
+        lanes."""
         found: dict[EndpointId, list[Lane]] = defaultdict(list)
         for lane in self.site.lanes:
             if self.site.reserved.get(lane.ends[1]) == purpose and self.held.isdisjoint(lane.ends):
@@ -87,7 +90,7 @@ class PlanGround:
 
 
 class AggRoom:
-    """The aggregation layer of one PoD while its ports are assigned. Circuits that stay have their ports already."""
+    """Assigns the ports of one PoD's aggregation layer. The ports of circuits that stay are already assigned."""
 
     def __init__(self, ground: PlanGround, pod: EndpointId) -> None:
         switches = ground.site.agg_switches_of[pod]
@@ -137,7 +140,7 @@ class AggRoom:
         return len(self._free[lane.agg].get(tor, ()))
 
     def lift(self, lane: Lane, tor: EndpointId) -> PortPair:
-        """Connect the lane to the ToR, on its current port if possible, otherwise on the first free one."""
+        """Connect the lane to the ToR, on the ToR's current port if possible, otherwise on its first free port."""
         ports = self._free[lane.agg][tor]
         port = self._up_with[lane.ends[0]][1] if self.up_to(lane) == tor else ports[0]
         ports.remove(port)
@@ -150,7 +153,7 @@ class AggRoom:
                 self._free[each.switch][self._owner[end]].remove(end[1])
 
     def ports(self) -> Counter[EndpointId]:
-        """Return the free ports of each ToR."""
+        """Return the number of free ports of each ToR."""
         left: Counter[EndpointId] = Counter()
         for tors in self._free.values():
             for tor, ports in tors.items():
@@ -158,7 +161,7 @@ class AggRoom:
         return left
 
     def ports_on(self) -> Mapping[OcsId, int]:
-        """Return the free ports of all ToRs together, by switch."""
+        """Return the number of free ports of all ToRs together, by switch."""
         return {switch: sum(map(len, tors.values())) for switch, tors in self._free.items()}
 
     def cabling(self) -> Cabling:
@@ -184,7 +187,7 @@ class AggRoom:
         return frozenset(each for each in inside if len({self._owner[end] for end in each.sides}) == 2)
 
     def tors_up(self) -> Counter[Pair]:
-        """Return the circuits per pair of ToRs that are up on free ports."""
+        """Return, for each pair of ToRs, the number of circuits that are up on free ports."""
         return Counter(pair_of(*(self._owner[end] for end in each.sides)) for each in self.up_between_tors())
 
 

@@ -1,4 +1,4 @@
-"""The announced traffic of a communication period: which ranks communicate, by which primitive, and how many bytes.
+"""The announced traffic of a communication period: the ranks that communicate, their primitives, and the bytes sent.
 
 A trainer announces it, or the daemon derives it from the deployment; `demand.py` converts it into bytes between
 endpoints. Section 5.3 of the paper ("intent descriptor"); the operations are those of its table 1."""
@@ -42,7 +42,7 @@ class Primitive(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """One operation of a period. `bytes_per_rank` is the message that a rank contributes, `times` how often.
+    """One operation of a period, in which each rank contributes a message of `bytes_per_rank` bytes, `times` times.
 
     `groups` lists groups of ranks. `receivers` has one tuple per group, for BIPARTITE and BROADCAST."""
 
@@ -66,8 +66,8 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """The traffic of one period, by its recurring name, such as "gradients". `gpus` maps ranks to GPUs; a rank without
-    an entry uses the GPU of its own number."""
+    """The traffic of one period. `period` is a recurring name, such as "gradients". `gpus` maps ranks to GPUs; a rank
+    without an entry uses the GPU with the rank's number."""
 
     period: str
     stage: Stage

@@ -1,9 +1,10 @@
-"""Choose the lanes that carry core circuits, the ToR that each lane is connected to, and the response slice. Pure.
+"""Choose the lanes that carry core circuits, the ToR that each lane is connected to, and the response slice. Has no
+side effects.
 
 No packet switch lies between two ToRs that a core circuit connects, so its two lanes are chosen together: for the pair
-of ToRs with the most bytes per circuit. A lift is the cross-connect between a lane and a ToR. ToRs stay within the
-allocator's counts while that serves a pair; then pairs whose ports allow it are served, and finally any ToRs. The slice
-for responses has the same circuits in every stage and period."""
+of ToRs with the most bytes per circuit. A lift is the cross-connect between a lane and a ToR. ToRs are first chosen
+within the allocator's counts, then among all pairs of ToRs with traffic and free ports, and finally among any ToRs. The
+lanes reserved for responses (the response slice) have the same circuits in every stage and period."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -22,7 +23,7 @@ Due = tuple[OcsId, EndpointId]  # a ToR on a switch
 def place_in_core(
     ground: PlanGround, lanes: Mapping[EndpointId, Iterable[Lane]], circuits: Mapping[Pair, int]
 ) -> PlacedCircuits:
-    """Place circuits between PoDs on the ports at which these lanes end in the core."""
+    """Place circuits between PoDs on the core ports of the given lanes."""
     ports: dict[OcsId, dict[int, EndpointId]] = defaultdict(dict)
     for pod, own in lanes.items():
         for lane in own:
@@ -35,9 +36,9 @@ def place_in_core(
 def evened_out(
     placed: PlacedCircuits, lanes: Mapping[EndpointId, Iterable[Lane]], rooms: Mapping[EndpointId, AggRoom]
 ) -> tuple[PortPair, ...]:
-    """Move new circuits to the core lanes whose far ends have the most free ToR ports; their counts per core switch
-    stay. Two ToRs can only be connected on a switch where both have a port, so lifts must not exhaust one switch of a
-    PoD."""
+    """Move new circuits to the core lanes whose far ends have the most free ToR ports. The number of circuits per core
+    switch does not change. Two ToRs can only be connected on a switch where both have a port, so lifts must not exhaust
+    one switch of a PoD."""
     kept = frozenset(placed.kept)
     taken = {port for each in kept for port in each.sides}
     left = {switch: count for room in rooms.values() for switch, count in room.ports_on().items()}
@@ -119,7 +120,8 @@ class _Lifting:
         self.result = Lifted()
 
     def keep(self, core: PortPair, one: _End, other: _End) -> bool:
-        """Keep the lifts that are up now and return True, if they are still wanted."""
+        """If both lifts of the core circuit are up and still wanted, keep them and return True; otherwise return
+        False."""
         tors = self._rooms[one[0]].up_to(one[1]), self._rooms[other[0]].up_to(other[1])
         if tors[0] is None or tors[1] is None or not (self._due(one, tors[0]) and self._due(other, tors[1])):
             return False
@@ -131,7 +133,8 @@ class _Lifting:
         return True
 
     def lift(self, core: PortPair, one: _End, other: _End, allowed: Callable[[_End, EndpointId], bool]) -> bool:
-        """Lift to the pair of allowed ToRs with the most bytes per circuit; return whether there is one."""
+        """Lift both lanes to the pair of allowed ToRs with the most bytes per circuit; return False if there is no
+        pair."""
         best, most = None, (0.0, 0)
         for (first, second), sent_bytes in self._between.get(pair_of(one[0], other[0]), {}).items():
             share = sent_bytes / (self.result.circuits[first, second] + 1)
@@ -162,7 +165,7 @@ class _Lifting:
         return tors in self._most and self.result.circuits[tors] >= self._most[tors]
 
     def _due(self, end: _End, tor: EndpointId) -> int:
-        """Return the planned lifts that the ToR still needs on the switch where the lane ends."""
+        """Return the number of planned lifts that the ToR still needs on the switch where the lane ends."""
         return max(0, self._budget.get((end[1].agg, tor), 0))
 
     def may(self, end: _End, tor: EndpointId) -> bool:
@@ -172,8 +175,8 @@ class _Lifting:
         return self._rooms[end[0]].left(end[1], tor) > 0
 
     def _any(self, end: _End) -> EndpointId | None:
-        """Return the current ToR of the lane if it still needs a lift, otherwise the ToR that needs most lifts,
-        otherwise any with a port."""
+        """Return the current ToR of the lane if it still needs a lift, otherwise the ToR that needs the most lifts,
+        otherwise any ToR with a free port; None if no ToR has one."""
         room, lane = self._rooms[end[0]], end[1]
         up = room.up_to(lane)
         if up is not None and self._due(end, up) > 0:
@@ -195,8 +198,8 @@ Carried = tuple[tuple[PortPair, ...], tuple[PortPair, ...], tuple[str, ...]]
 
 def reserve(ground: PlanGround, rooms: Mapping[EndpointId, AggRoom]) -> Carried:
     """Return circuits between Gen and Train PoDs over the lanes reserved for responses, with each lane lifted to a ToR.
-    Uses ports of the rooms. Existing circuits stay, and every Gen PoD gets its first circuit before others get a
-    second."""
+    Uses ports of the rooms. Existing circuits stay, and every Gen PoD gets its first circuit before any Gen PoD gets a
+    second one."""
     lanes = ground.lanes_for(RESPONSES)
     wanted = _circuits(ground, {pod: len(own) for pod, own in lanes.items()})
     placed = place_in_core(ground, lanes, wanted)
@@ -230,7 +233,8 @@ def lift_any(ground: PlanGround, rooms: Mapping[EndpointId, AggRoom], cross_conn
 def _tor(
     room: AggRoom, lane: Lane, turns: Counter[EndpointId], taken: Collection[EndpointId | None]
 ) -> EndpointId | None:
-    """Return the ToR that the lane is connected to, otherwise the ToR with the fewest such lanes."""
+    """Return the ToR that the lane is connected to, otherwise the free ToR with the fewest lanes; None if none is
+    free."""
     known = room.lifted_to(lane) or room.up_to(lane)
     if known is not None and known not in taken:
         return known
@@ -239,7 +243,7 @@ def _tor(
 
 
 def _circuits(ground: PlanGround, ports: Mapping[EndpointId, int]) -> Mapping[Pair, int]:
-    """Allocate circuits as for equal demand between all PoDs, except for the Train PoD that each Gen PoD uses first."""
+    """Allocate circuits as for equal demand from each Gen PoD to each Train PoD, but twice as much to one Train PoD."""
     gen, train = (
         sorted(pod.id for pod in ground.site.pods if pod.role is role and ports.get(pod.id))
         for role in (PodRole.GEN, PodRole.TRAIN)

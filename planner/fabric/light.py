@@ -1,4 +1,5 @@
-"""Trace light from ToR to ToR: find the links that packets can use, and the cross-connects of each. Pure.
+"""Trace light from ToR to ToR: find the links that packets can use, and the cross-connects of each link. Has no side
+effects.
 
 Inside a PoD one cross-connect is one link. Between PoDs, light passes a lift from a ToR to a lane, the core, and a drop
 from the other PoD's lane to a ToR. The link exists only while all three cross-connects are up."""
@@ -25,7 +26,7 @@ class Lit:
 
 
 def fibres_of(site: Site, tor: EndpointId) -> tuple[Port, ...]:
-    """Return the ports that a ToR has fibres to, by switch and in listed order."""
+    """Return the switch ports that a ToR has fibres to, ordered by switch, then as the site lists them."""
     return site.fibres[Tier.AGG].get(tor, ())
 
 

@@ -1,9 +1,10 @@
-"""Convert an intent into circuits on every switch, or a reason to keep the existing ones. Pure; Algorithm 2 (section
-5.3) of the paper. `orchestrrl/fabric/circuit_executor.py` commits a plan.
+"""Convert an intent into circuits on every switch, or return why the existing circuits stay. Has no side effects.
 
-A plan covers the PoDs that its stage touches and in which the intent has ranks. All other PoDs keep their circuits, and
-so do core circuits between two of those. `FabricPlan.cross_connects` covers the whole site. Ports are assigned in this
-order: pins, the reserved slice, core lanes with their lifts, ToR to ToR, spare ports."""
+This is Algorithm 2 (section 5.3) of the paper. `orchestrrl/fabric/circuit_executor.py` commits a plan.
+
+A plan covers the PoDs that its stage touches and in which the intent has ranks. All other PoDs keep their circuits,
+including the core circuits between two such PoDs. `FabricPlan.cross_connects` covers the whole site. Ports are assigned
+in this order: pins, the reserved slice, core lanes with their lifts, ToR to ToR, spare ports."""
 
 import math
 from collections import Counter, defaultdict
@@ -39,8 +40,9 @@ def materialize(
     template: StageTemplate | None = None,
     bridges: frozenset[Pair] = frozenset(),
 ) -> FabricPlan | Hold:
-    """Return the plan of an intent, or a Hold: `nobody_placed` or `infeasible`. `template` None uses that of the
-    intent's stage. `bridges` are pairs of ToRs that get a circuit even without traffic; their PoDs count as touched."""
+    """Return the plan of an intent, or a Hold: `nobody_placed` or `infeasible`. If `template` is None, the template of
+    the intent's stage is used. `bridges` are pairs of ToRs that get a circuit even without traffic; their PoDs count as
+    touched."""
     template = template or TEMPLATES[intent.stage]
     flows = flows_of(intent, site, state.failures)
     pods = flows.pods | {site.pod_of[tor] for pair in bridges for tor in pair}
@@ -79,8 +81,8 @@ def check_coupling(site: Site, cross_connects: Iterable[PortPair]) -> tuple[str,
     """Return the PoDs that cannot carry their core circuits, with the counts needed and carried; empty if all are
     carried.
 
-    An uplink switches nothing. A core circuit ends on one lane in each PoD, and its light gets further only if the
-    PoD's own switch connects that lane to a ToR. Appendix D ("Agg/Core relationship") of the paper."""
+    An uplink does not switch. A core circuit ends on one lane in each PoD, and its light reaches a ToR only if the
+    PoD's own switch connects that lane to the ToR. Appendix D ("Agg/Core relationship") of the paper."""
     cross_connects = frozenset(cross_connects)
     joined = partners(cross_connects)
     wanted: Counter[str] = Counter()
@@ -106,8 +108,8 @@ class _Drafted:
     slowest_bytes: float  # per circuit, of a pair of ToRs with circuits
 
     def misses(self) -> tuple[int, float, float]:
-        """Return a key that is smaller for better drafts: unserved pairs of a tier first, then unserved bytes, then the
-        slowest pair."""
+        """Return a sort key that is smaller for better drafts: the number of unserved pairs of ToRs first, then the
+        unserved bytes, then the most bytes per circuit."""
         return sum(len(tier.unserved) for tier in self.plan.tiers), self.unserved_bytes, self.slowest_bytes
 
 
@@ -213,7 +215,8 @@ class _Draft:
         return found
 
     def _spare(self, pod: EndpointId) -> Iterable[PortPair]:
-        """Use the spare ports: keep their circuits, or spread new ones over all pairs of ToRs."""
+        """Return the circuits of the spare ports: their existing circuits, or new circuits spread over all pairs of
+        ToRs."""
         room = self._rooms[pod]
         spare: Iterable[PortPair] = room.up_between_tors()
         if self._template.spreads_spare:
@@ -230,7 +233,7 @@ class _Draft:
         general_lifts: frozenset[PortPair],
         unplaced: Mapping[Pair, int],
     ) -> TierPlan:
-        """Describe one PoD's layer. A ToR without a needed lift is unserved towards its PoD."""
+        """Return the plan of one PoD's aggregation layer. A ToR without a needed lift is unserved towards its PoD."""
         owner = self._ground.site.owner
         circuits: Counter[Pair] = Counter()
         lifts: Counter[Pair] = Counter()

@@ -1,4 +1,4 @@
-"""The basic types of the fabric: endpoints, circuits and cross-connects. Immutable, self-validating values.
+"""The basic types of the fabric: endpoints, circuits and cross-connects. Values are immutable and validate themselves.
 
 A circuit is full duplex and connects two endpoints. In the aggregation layer of a PoD these are ToRs and uplinks; in
 the core layer they are PoDs. A cross-connect (`PortPair`) carries a circuit: it connects two ports of one switch."""
@@ -39,7 +39,7 @@ class PortPair:
 
     @property
     def sides(self) -> tuple[Port, Port]:
-        """The two ports, each with the switch."""
+        """The two ports, each as a (switch, port) pair."""
         return (self.switch, self.port_a), (self.switch, self.port_b)
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ def port_pair(switch: OcsId, one: int, other: int) -> PortPair:
 
 
 def shared_ports(cross_connects: Iterable[PortPair]) -> dict[Port, int]:
-    """Return the ports that several of these cross-connects use, each with the count, in order."""
+    """Return the ports that several of these cross-connects use, in ascending order, each with the number of uses."""
     uses = Counter(port for each in cross_connects for port in each.sides)
     return {port: count for port, count in sorted(uses.items()) if count > 1}
 
@@ -64,13 +64,13 @@ def partners(cross_connects: Iterable[PortPair]) -> Mapping[Port, Port]:
 
 @dataclass(frozen=True, slots=True)
 class Cabling:
-    """The endpoint that each port of each switch has a fibre to. An endpoint's fibres may end on several switches."""
+    """The endpoint that is cabled to each port of each switch. An endpoint's fibres may end on several switches."""
 
     ports: Mapping[OcsId, Mapping[int, EndpointId]]
 
     @classmethod
     def of(cls, switches: Mapping[OcsId, Mapping[EndpointId, Iterable[int]]]) -> "Cabling":
-        """Build a cabling from each switch's endpoints with their ports. Raises ValueError if a port has two
+        """Build a cabling from the ports of each endpoint on each switch. Raises ValueError if a port has two
         endpoints."""
         ports: dict[OcsId, dict[int, EndpointId]] = {}
         for switch, endpoints in switches.items():

@@ -29,8 +29,8 @@ MOST_FORCED = 8  # circuits inserted at once
 
 @dataclass(frozen=True, slots=True)
 class PlacingProblem:
-    """The wanted circuits and the cabling. A current cross-connect on a failed port, or of a pair that is not wanted,
-    is removed."""
+    """The wanted circuits, the cabling, and the current cross-connects. A current cross-connect is removed if it is on
+    a failed port or its pair is not wanted."""
 
     cabling: Cabling
     circuits: Mapping[Pair, int]
@@ -56,8 +56,8 @@ class PlacingProblem:
 
 @dataclass(frozen=True, slots=True)
 class PlacedCircuits:
-    """The cross-connects of a placement, sorted. No placement has more than `bound_circuits`, and none with as many as
-    this one keeps more than `bound_kept`. If it meets both bounds, it is optimal."""
+    """The cross-connects of a placement, sorted. No placement has more than `bound_circuits` circuits, and no placement
+    with as many circuits as this one keeps more than `bound_kept`. A placement that meets both bounds is optimal."""
 
     cross_connects: tuple[PortPair, ...]
     kept: tuple[PortPair, ...]  # those that are up already
@@ -107,7 +107,8 @@ def place(problem: PlacingProblem, work: int = WORK) -> PlacedCircuits:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Pairs that share no endpoint with those of another part, and the switches that their endpoints have ports on."""
+    """Pairs that share no endpoint with the pairs of another part, and the switches that their endpoints have ports
+    on."""
 
     pairs: tuple[Pair, ...]
     switches: tuple[OcsId, ...]
@@ -166,7 +167,7 @@ def _parts(
     ports: Mapping[tuple[EndpointId, OcsId], list[int]],
     up: Mapping[tuple[Pair, OcsId], list[PortPair]],
 ) -> Iterator[_Part]:
-    """Yield the independent parts in the order of their first pairs. Pairs without a common switch are in none."""
+    """Yield the independent parts in the order of their first pairs. Pairs without a common switch are in no part."""
     reach: dict[EndpointId, set[OcsId]] = defaultdict(set)
     for (endpoint, switch), healthy in ports.items():
         if healthy:
@@ -204,7 +205,7 @@ def _parts(
 
 
 def _ruin_and_recreate(layout: CircuitLayout, most_placed: int, most_kept: int, work: int) -> None:
-    """Improve the layout: never fewer circuits, and with equal circuits never fewer kept."""
+    """Improve the layout. It never has fewer circuits afterwards or, with as many circuits, fewer kept circuits."""
     rng = random.Random(SEED)
     chains = CircuitChains(layout, work)
     while chains.work_left > 0 and (layout.total, layout.kept) < (most_placed, most_kept):
@@ -235,7 +236,7 @@ def _missing(layout: CircuitLayout) -> list[tuple[int, int]]:
 
 
 def _improvable(layout: CircuitLayout) -> list[tuple[int, int]]:
-    """Return the pairs that might keep more circuits, each with a switch where it might."""
+    """Return the pairs that might keep more circuits, each with a switch on which it might keep one more."""
     counting = layout.counting
     return [
         (pair, home)
@@ -247,7 +248,7 @@ def _improvable(layout: CircuitLayout) -> list[tuple[int, int]]:
 
 
 def _force(layout: CircuitLayout, pair: int, home: int, rng: random.Random) -> None:
-    """Put a circuit of the pair on switch `home`, removing others as needed."""
+    """Put a circuit of the pair on switch `home`; remove other circuits if their ports are needed."""
     up = layout.counting.up
     away = [switch for switch, count in enumerate(layout.placed[pair]) if switch != home and count > up[pair][switch]]
     if not layout.missing[pair]:
@@ -263,7 +264,7 @@ def _force(layout: CircuitLayout, pair: int, home: int, rng: random.Random) -> N
 
 
 def _settle(layout: CircuitLayout, most_placed: int, most_kept: int) -> tuple[int, int]:
-    """Find the best layout by integer programs, first by placed circuits, then by kept ones. Returns bounds on both.
+    """Find the best layout by integer programs: most placed circuits, then most kept circuits. Return bounds on both.
 
     Choosing the switch of each circuit is edge colouring if every endpoint has one port on each switch, so no fast
     method finds every optimum. The search is limited by nodes, not by time, so its result is the same on every

@@ -1,13 +1,13 @@
-"""Make room for circuits by moving others: chains of moves, each into the port that the next one leaves.
+"""Make room for circuits by chains of moves, in which each circuit moves into the port that the next circuit leaves.
 
-The healthy ports of one endpoint on one switch differ only in the cross-connects that are up, and each port carries
-one. So of a pair's circuits on a switch, as many are kept as are up there, and counts suffice.
+The healthy ports of one endpoint on one switch differ only in the cross-connects that are up, and each port carries one
+circuit. Of a pair's circuits on a switch, as many are kept as are up there. Therefore counts suffice.
 
 A circuit is put on a switch where one of its endpoints has no free port. Another circuit of that endpoint moves to a
 switch where the endpoint has a port; that may exceed the ports at its far end, and so on until a far end has room. With
 two switches these are the Kempe chains of edge colouring. If these fail, a chain may also drop a circuit and put a
-missing one in its place, as an augmenting path of a matching does. The search prefers chains that drop the fewest kept
-circuits."""
+missing circuit in its place, as an augmenting path of a matching does. The search prefers chains that drop the fewest
+kept circuits."""
 
 import heapq
 from collections.abc import Mapping, Sequence
@@ -26,8 +26,8 @@ MOST_LOST = (0, 1, 2, 1 << 20)  # limits on kept circuits dropped per chain, tri
 
 @dataclass(frozen=True, slots=True)
 class Counting:
-    """Counts of one part, with pairs and switches as numbers. Pairs are distinct; every circuit that is up is on
-    healthy ports."""
+    """The wanted circuits, healthy ports and existing circuits of one part, with pairs, endpoints and switches as
+    numbers. Pairs are distinct; every circuit that is up is on healthy ports."""
 
     ends: Sequence[tuple[int, int]]  # [pair], its endpoints
     wanted: Sequence[int]  # [pair], circuits
@@ -39,7 +39,8 @@ class Counting:
         return len(self.ports[0]) if self.ports else 0
 
     def most_placed(self) -> int:
-        """Return an upper bound on the circuits placed: by pair, by endpoint and by switch."""
+        """Return an upper bound on the number of circuits placed: the lowest of those by pair, by endpoint and by
+        switch."""
         sums = [sum(row) for row in self.ports]
         by_pair = sum(map(self._room, range(len(self.ends))))
         demand = [0] * len(self.ports)
@@ -54,7 +55,7 @@ class Counting:
         return min(by_pair, by_endpoint, by_switch)
 
     def most_kept(self) -> int:
-        """Return an upper bound on the circuits kept."""
+        """Return an upper bound on the number of circuits kept."""
         return sum(min(wanted, sum(up)) for wanted, up in zip(self.wanted, self.up, strict=True))
 
     def _room(self, pair: int) -> int:
@@ -83,7 +84,7 @@ class CircuitLayout:
         self.moves: list[tuple[int, int, bool]] = []
 
     def go_back(self) -> None:
-        """Undo `moves`."""
+        """Undo the moves recorded in `moves`."""
         for pair, switch, came in reversed(self.moves.copy()):
             (self.take if came else self.add)(pair, switch)
         self.moves = []
@@ -116,12 +117,13 @@ class CircuitLayout:
                 del self.there[endpoint][switch][pair]
 
     def lost(self, pair: int, source: int, target: int) -> int:
-        """Return how many fewer circuits are kept if one of the pair moves: -1, 0 or 1."""
+        """Return how many fewer circuits are kept if one circuit of the pair moves from `source` to `target`: -1, 0 or
+        1."""
         row, up = self.placed[pair], self.counting.up[pair]
         return (row[source] <= up[source]) - (row[target] < up[target])
 
     def lost_by_swap(self, pair: int, other: int, switch: int) -> int:
-        """Return how many fewer circuits are kept if one of the pair is replaced by one of another: -1, 0 or 1."""
+        """Return how many fewer circuits are kept if a circuit of `other` replaces one of `pair`: -1, 0 or 1."""
         up = self.counting.up
         return (self.placed[pair][switch] <= up[pair][switch]) - (self.placed[other][switch] < up[other][switch])
 
@@ -137,7 +139,8 @@ class CircuitChains:
         self._swapping = False
 
     def keep(self) -> None:
-        """Keep wanted circuits that are up. If more are up than wanted, prefer the switches where the pair has most."""
+        """Keep wanted circuits that are up. If a pair has more than wanted, prefer the switches where it has most
+        circuits."""
         layout = self.layout
         for pair, up in enumerate(layout.counting.up):
             if not any(up):
@@ -148,15 +151,16 @@ class CircuitChains:
                     layout.add(pair, switch)
 
     def fill(self, gently: bool = True) -> None:
-        """Place every missing circuit that fits, directly or after a chain of moves. `gently` first tries chains that
-        drop no kept circuit, which may leave less room for the others."""
+        """Place every missing circuit that fits, directly or after a chain of moves. With `gently`, chains that drop no
+        kept circuit are tried first, which may leave less room for other circuits."""
         for pair in sorted(range(len(self.layout.missing)), key=self._narrowness):
             while self.layout.missing[pair] and self._put(pair):
                 pass
         self.refill(range(len(self.layout.missing)), MOST_LOST if gently else MOST_LOST[-1:])
 
     def refill(self, pairs: Sequence[int], most_lost: Sequence[int] = MOST_LOST) -> None:
-        """Place what these pairs lack by chains, with limits on dropped kept circuits tried in order."""
+        """Place the missing circuits of these pairs by chains. `most_lost` has the limits on dropped kept circuits to
+        try."""
         for self._swapping, self._most_lost in product((False, True), most_lost):
             # otherwise this is much work for little gain
             between = not self._swapping or self._most_lost == most_lost[-1]
@@ -172,7 +176,7 @@ class CircuitChains:
         return found
 
     def _insert_some(self, pairs: Sequence[int]) -> bool:
-        """Place the circuit with the cheapest chain; return whether there was one."""
+        """Place the circuit with the cheapest chain; return False if no chain was found."""
         layout = self.layout
         if self.done:
             return False
@@ -204,8 +208,8 @@ class CircuitChains:
         return sum(map(min, free[one], free[other])), pair
 
     def _put(self, pair: int) -> bool:
-        """Place one circuit of the pair on the switch where both ends have free ports, and most of them; return whether
-        there is one."""
+        """Place one circuit of the pair on the switch with the most free ports at both ends; return False if no switch
+        has free ports at both."""
         one, other = (self.layout.free[endpoint] for endpoint in self.layout.counting.ends[pair])
         best, most = NOWHERE, 0
         for switch, ports in enumerate(one):
@@ -217,13 +221,14 @@ class CircuitChains:
         return True
 
     def _insert_between(self, pair: int) -> bool:
-        """Place one circuit of the pair on a switch where neither end has a free port, after freeing one for each."""
+        """Place one circuit of the pair on a switch where neither end has a free port, after freeing a port at each
+        end."""
         one, other = self.layout.counting.ends[pair]
         both = map(min, self.layout.counting.ports[one], self.layout.counting.ports[other])
         return any(some and self._put_between(pair, switch) for switch, some in enumerate(both))
 
     def _put_between(self, pair: int, switch: int) -> bool:
-        """Place one circuit of the pair on the switch and free a port for both ends; undo it if that fails."""
+        """Place one circuit of the pair on the switch and free a port at both ends; undo all changes if that fails."""
         done: list[Move] = []
         self._do((pair, NOWHERE, switch), done)
         ends = self.layout.counting.ends[pair]
@@ -297,8 +302,8 @@ class CircuitChains:
         return moves[::-1]
 
     def _apply(self, moves: list[Move], done: list[Move] | None) -> bool:
-        """Apply the moves. A chain that crosses itself may use a circuit or a port twice: then nothing changes and
-        False is returned."""
+        """Apply the moves and return True. If a chain crosses itself, so that it uses a circuit or a port twice, change
+        nothing and return False."""
         made: list[Move] = []
         for move in moves:
             if move[1] != NOWHERE and not self.layout.placed[move[0]][move[1]]:

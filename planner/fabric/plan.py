@@ -1,4 +1,4 @@
-"""The inputs and the result of a circuit plan. Values only; `materialize.py` decides."""
+"""The values that a circuit plan is made from, and the plan itself; `materialize.py` makes it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -34,8 +34,8 @@ class FabricState:
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """Circuits of one PoD's aggregation layer, or of the core (`pod` None). In a PoD, a ToR that needs a lift and has
-    none counts as an unserved pair with its PoD."""
+    """The circuits of one PoD's aggregation layer, or of the core if `pod` is None. In a PoD, a ToR that needs a lift
+    but has none counts as an unserved pair with its PoD."""
 
     pod: EndpointId | None
     circuits: Mapping[Pair, int]

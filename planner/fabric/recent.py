@@ -1,8 +1,8 @@
-"""Bounded history of measurements, weighted towards the newest, and bounds on the next value. Pure.
+"""Bounded history of measurements, weighted towards the newest, and bounds on the next value. Has no side effects.
 
 A bound is distribution-free: if the next value is equally likely to take any rank among n stored ones, it falls below
-the k-th smallest with probability k / (n + 1). With weights, the next value has weight 1 and counts on the bad side
-(conformal prediction with weights, Barber et al., Annals of Statistics 2023)."""
+the k-th smallest with probability k / (n + 1). With weights, the next value has weight 1 and is assumed to lie on the
+bad side (conformal prediction with weights, Barber et al., Annals of Statistics 2023)."""
 
 from array import array
 from bisect import bisect_left
@@ -30,8 +30,8 @@ class QuantileBound:
 
 
 class RecentSamples:
-    """The last `memory` values. A run of values beyond most of the older ones is a new regime: older values are
-    dropped."""
+    """The last `memory` values. A run of values beyond most of the older values indicates a new regime: the older
+    values are dropped."""
 
     __slots__ = ("_added", "_cached", "_edges", "_half_life", "_least", "_memory", "_next", "_run", "_side", "_values")
 
@@ -81,7 +81,7 @@ class RecentSamples:
         return (values[self._next :] + values[: self._next]).tolist()[::-1]
 
     def quantile(self, q: float) -> float | None:
-        """Return the weighted quantile of the stored values; None if there are none."""
+        """Return the weighted quantile of the stored values; None if no value is stored."""
         pairs, total = self._sorted(-inf)
         passed = 0.0
         for value, weight in pairs:
@@ -91,8 +91,8 @@ class RecentSamples:
         return None
 
     def lower(self, q: float, above: float = -inf) -> QuantileBound | None:
-        """Return the value that the next one exceeds except with probability `q`, given that it exceeds `above`. None
-        if there are too few values.
+        """Return a bound that the next value exceeds except with probability `q`, given that the next value exceeds
+        `above`; None if there are too few values.
 
         The result is cached until a value is added, so that it can be computed before it is needed."""
         if not self._values or above >= self._minimum():
@@ -102,21 +102,21 @@ class RecentSamples:
         return self._cached[1]
 
     def upper(self, q: float) -> QuantileBound | None:
-        """Return the value that the next one does not exceed except with probability `1 - q`. None if there are too few
+        """Return a bound that the next value does not exceed except with probability `1 - q`; None if there are too few
         values."""
         pairs, total = self._sorted(-inf)
         return _bound(pairs[::-1], total, 1 - q)
 
     def least(self, above: float = -inf) -> QuantileBound | None:
-        """Return the least stored value, with the risk that the next one is less. None if some values do not exceed
-        `above`, as the rest are then too few."""
+        """Return the least stored value, with the risk that the next value is less; None if no value is stored, or some
+        stored value does not exceed `above`, because the other values are then too few."""
         if not self._values or self._minimum() <= above:
             return None
         return QuantileBound(self._minimum(), 1 / (_weight(self._half_life, len(self)) + 1), len(self))
 
     def promised(self, q: float, level: float, above: float = -inf) -> QuantileBound | None:
-        """Return a lower bound like `lower`, for probability `level`; with too few values for that, the least value
-        shrunk for probability `q`. None if there are too few values even for that."""
+        """Return a lower bound like `lower`, for probability `level`. If there are too few values for that probability,
+        return the least value, shrunk for probability `q`; None if there are too few values for this bound as well."""
         if len(self) < MIN_SAMPLES:
             return None
         if (bound := self.lower(level, above)) is not None or (least := self.least(above)) is None:
@@ -149,14 +149,14 @@ class RecentSamples:
 
 
 def shrunk(risk: float, q: float) -> float:
-    """Return the factor for a least value that is undercut with probability `risk`, if only `q` is allowed: 1 for
-    `risk` = q, `SHRINK` for 1/2, and in between by the logarithm of `risk`."""
+    """Return the factor for a least value that is undercut with probability `risk`, if only probability `q` is allowed:
+    1 for `risk` = q, `SHRINK` for 1/2, and interpolated by the logarithm of `risk` in between."""
     return 1.0 if risk <= q or q >= 0.5 else float(SHRINK ** (log(risk / q) / log(0.5 / q)))
 
 
 def _bound(pairs: Sequence[tuple[float, float]], total: float, q: float) -> QuantileBound | None:
-    """Return the last value in the order of `pairs` before which at most a share q lies, with the next value counted
-    there too."""
+    """Return the last value in the order of `pairs` that has at most a share `q` of the weight before it, where the
+    weight of the next value counts as before it; None if there is no such value."""
     budget, passed = q * (total + 1) - 1 + ROUNDING, 0.0
     if budget < 0:
         return None

@@ -1,8 +1,9 @@
-"""Compute every router's routes from the links that are up, and the order of changes from old routes to new ones. Pure.
+"""Compute every router's routes from the links that are up, and the order of changes from old routes to new ones. Has
+no side effects.
 
 A router forwards hop by hop, by its own table alone. All tables follow one metric, so that no mixture of tables can
-loop: a circuit costs one, and the packet side, if a site has one, costs more than any path over circuits, or as much as
-`packet_hops`. Every next hop is nearer to the destination than its router. `orchestrrl/fabric/rerouting.py` and
+loop: a circuit costs 1. The packet side, if a site has one, costs `packet_hops`, or more than any path over circuits.
+Every next hop is nearer to the destination than its router. `orchestrrl/fabric/rerouting.py` and
 `orchestrrl/fabric/route_drivers/` send the routes to real routers."""
 
 import heapq
@@ -24,7 +25,7 @@ INTERFACE = re.compile(r"(?!if[0-9]+$)[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
 
 @dataclass(frozen=True, slots=True, order=True)
 class NextHop:
-    """The destination of a share of the packets: out of `interface`, to the router that answers for `gateway` there."""
+    """The next hop of a share of the packets: they leave by `interface` to the router with the address `gateway`."""
 
     gateway: str
     interface: str
@@ -64,7 +65,8 @@ class PacketRoute:
 
     @classmethod
     def of(cls, prefix: str, shares: Mapping[tuple[str, str], int]) -> Self:
-        """Build a route from the share of each (gateway, interface), any integers > 0."""
+        """Build a route from the share of each (gateway, interface). Shares are integers > 0 and need not add up to
+        100."""
         common = math.gcd(*shares.values()) or 1
         return cls(prefix, tuple(NextHop(*way, shares[way] // common) for way in sorted(shares)))
 
@@ -91,7 +93,7 @@ def route_table(routes: Iterable[PacketRoute]) -> RouteTable:
 
 @dataclass(frozen=True, slots=True)
 class RouteChange:
-    """The new route of a prefix; None removes the route that the driver owns."""
+    """The new route of a prefix. If `route` is None, the route that the driver owns is removed."""
 
     prefix: str
     route: PacketRoute | None
@@ -102,7 +104,7 @@ class RouteChange:
 
 @dataclass(frozen=True, slots=True)
 class PacketSide:
-    """A router's connection to the always-on electrical network: its interface, and its own address there."""
+    """A router's connection to the always-on electrical network: its interface and its address on that network."""
 
     interface: str
     address: str
@@ -110,7 +112,8 @@ class PacketSide:
 
 @dataclass(frozen=True, slots=True)
 class TorRouter:
-    """A ToR as a router. `address` is its own (a loopback's) and is answered on every interface; circuits need none."""
+    """A ToR as a router. `address` is its loopback address, to which it responds on every interface; the interfaces of
+    circuits need no addresses."""
 
     address: str
     prefixes: tuple[str, ...]  # of the hosts below it
@@ -121,7 +124,7 @@ class TorRouter:
 class RoutingDomain:
     """All routers that are rerouted. Addresses and prefixes are unique; `orchestrrl/fabric/config_checks.py` checks
     this. `packet_hops` is the cost of the packet side, in circuits; None makes it more expensive than any path over
-    circuits, so that it is used only without one."""
+    circuits, so that it is used only if there is no such path."""
 
     routers: Mapping[EndpointId, TorRouter]
     packet_hops: int | None = None
@@ -136,14 +139,14 @@ class RoutingDomain:
         return owner | {r.packet_side.address: name for name, r in self.routers.items() if r.packet_side}
 
     def owners(self) -> dict[str, EndpointId]:
-        """Return the router that each prefix is behind."""
+        """Return the router that each prefix belongs to."""
         return {prefix: name for name, router in self.routers.items() for prefix in router.prefixes}
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class RoutedLink:
-    """A circuit as its routers see it: one interface of each. The smaller end comes first; `RoutedLink.of` ensures
-    this."""
+    """A circuit between two routers, as one interface of each. The smaller end comes first; `RoutedLink.of` ensures
+    this order."""
 
     a: EndpointId
     b: EndpointId
@@ -172,7 +175,8 @@ class RoutedLink:
 
 @dataclass(frozen=True, slots=True)
 class ReroutingPlan:
-    """The table of every router. `unreachable`: (from, to) pairs that neither circuits nor the packet side connect."""
+    """The routing table of every router. `unreachable` lists (from, to) pairs that no path connects, circuit or
+    packet."""
 
     tables: Mapping[EndpointId, RouteTable]
     unreachable: tuple[tuple[EndpointId, EndpointId], ...]
@@ -180,9 +184,9 @@ class ReroutingPlan:
 
 
 def reroute(domain: RoutingDomain, links: Collection[RoutedLink]) -> ReroutingPlan:
-    """Compute routes over these links. A router with several nearest neighbours splits its packets by the number of
-    circuits that continue over each: at most the fewest circuits on that path, counted as if the path served this
-    router alone."""
+    """Compute routes over these links. A router with several nearest neighbours splits its packets in proportion to the
+    circuits that continue over each neighbour: at most the fewest circuits of any hop on that path, counted as if the
+    path served this router alone."""
     _check_links(domain, links)
     neighbours = _neighbours(domain, links)
     routes: dict[EndpointId, list[PacketRoute]] = {name: [] for name in domain.routers}
@@ -206,13 +210,13 @@ def reroute(domain: RoutingDomain, links: Collection[RoutedLink]) -> ReroutingPl
 
 
 def fit(table: RouteTable, max_next_hops: int, max_weight: int) -> RouteTable:
-    """Return the closest table that a router can hold. Rounding errors carry over from one next hop to the next, so
-    that a neighbour with half the share over two interfaces keeps one of them."""
+    """Return the closest table within a router's limits on next hops and weights. Rounding errors carry over from one
+    next hop to the next, so that a neighbour with half the share over two interfaces keeps one of them."""
     return route_table(_fit_route(route, max_next_hops, max_weight) for route in table.values())
 
 
 def changes(before: RouteTable, after: RouteTable) -> tuple[RouteChange, ...]:
-    """Return the changes that turn `before` into `after`, by prefix."""
+    """Return the changes that turn `before` into `after`, ordered by prefix."""
     prefixes = sorted({*before, *after})
     return tuple(
         RouteChange(prefix, after.get(prefix)) for prefix in prefixes if before.get(prefix) != after.get(prefix)
@@ -229,19 +233,20 @@ def update(
     after: Mapping[EndpointId, RouteTable],
     stuck: Collection[tuple[EndpointId, str]] = (),
 ) -> tuple[RouteStage, ...]:
-    """Return stages in which no packet loops, and none is lost that has a path both before and after. A packet in
-    flight meets old routes, then new ones, and never returns to old ones.
+    """Return stages of changes during which no packet loops, and no packet is lost that has a path both before and
+    after. A packet in flight meets old routes, then new routes, and never returns to old ones.
 
     A route changes after all routes that its packets meet further on have changed. A changed route then leads to the
-    destination over changed routers only; an unchanged one leads as before until it meets a changed one. Routes without
-    a successor are removed last. `before` must only be free of loops. Tables missing from `before` count as empty.
-    `stuck` lists (router, prefix) that cannot be changed; routes that depend on them stay as they are."""
+    destination over changed routers only; an unchanged route leads as before until it meets a changed router. Routes
+    without a successor are removed last. `before` must only be free of loops. Tables missing from `before` count as
+    empty. `stuck` lists (router, prefix) that cannot be changed; routes that depend on them stay as they are."""
     stuck = frozenset(stuck)
     by_address, owners = domain.by_address(), domain.owners()
 
     @cache
     def level_of(name: EndpointId, prefix: str) -> int | None:
-        """Return how many changes must precede this one in sequence; None if it cannot be made."""
+        """Return how many changes must precede the change of this route, one after the other; None if it cannot
+        change."""
         if owners.get(prefix) == name:
             return 0
         route = after.get(name, {}).get(prefix)
@@ -315,7 +320,8 @@ def _distances(domain: RoutingDomain, neighbours: _Neighbours, destination: Endp
 def _shares(
     domain: RoutingDomain, neighbours: _Neighbours, distance: Mapping[EndpointId, int], destination: EndpointId
 ) -> dict[EndpointId, dict[tuple[str, str], int]]:
-    """Return, by router, the weight of each (gateway, interface), in proportion to the circuits that continue there."""
+    """Return, by router, the weight of each (gateway, interface), in proportion to the circuits that continue over
+    it."""
     routers = domain.routers
     width: dict[EndpointId, int] = {}  # in circuits
     shares: dict[EndpointId, dict[tuple[str, str], int]] = {}

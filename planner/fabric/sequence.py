@@ -1,9 +1,9 @@
-"""Find a rank's position within its iteration from the order of its collectives alone. Pure.
+"""Find a rank's position within its iteration from the order of its collectives alone. Has no side effects.
 
 An iteration is a sequence of collectives, by number (`slack.py` numbers signatures). A position is the number of
-collectives that have begun; each position stores how long it is quiet there. Either the trainer marks iterations
-(`MarkedIterations`), or their repetition is detected (`RepetitionFinder`); the end of an outer loop is then unexpected
-until it has occurred twice."""
+collectives that have begun; each position stores how long the links are quiet there. Either the trainer marks
+iterations (`MarkedIterations`), or their repetition is detected (`RepetitionFinder`); in the latter case, the end of an
+outer loop is unexpected until it has occurred twice."""
 
 from array import array
 from collections.abc import Sequence
@@ -39,8 +39,8 @@ class IterationGap:
 
 @dataclass(slots=True)
 class KnownSequence:
-    """A known iteration. `gaps[k]` is before `ids[k]`, and the last gap after all of them. Variants share the gaps of a
-    common beginning."""
+    """A known iteration. `gaps[k]` is before the collective `ids[k]`, and the last gap is after all collectives.
+    Variants of an iteration share the gaps of their common beginning."""
 
     ids: "array[int]"
     gaps: list[IterationGap]
@@ -63,8 +63,8 @@ def _gaps(count: int, places: int) -> list[IterationGap]:
 
 @dataclass(slots=True)
 class MarkedIterations:
-    """Follows iterations that the trainer marks. The first one is learned at once, later new ones when they occur a
-    second time. From the first difference to the next mark the position is unknown."""
+    """Follows iterations that the trainer marks. The first iteration is learned at once; an iteration that differs is
+    learned when it occurs a second time. From the first difference until the next mark, the position is unknown."""
 
     known: list[KnownSequence] = field(default_factory=list)  # most recent first
     here: KnownSequence | None = None
@@ -80,7 +80,7 @@ class MarkedIterations:
     _complete: bool = False  # the current iteration was seen from its mark on
 
     def begin(self) -> None:
-        """Handle a mark: the iteration before it has ended."""
+        """Handle a mark, which ends the previous iteration and begins the next one."""
         self.rounds += 1
         if self._complete and self._seen:
             self._end(self._seen)
@@ -161,9 +161,9 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class RepetitionFinder:
-    """Detects iterations by their repetition. A repetition that breaks after r collectives, before it has occurred more
-    often than layers do, may have been a loop inside an iteration; nothing is trusted until a repetition has held for
-    longer than r."""
+    """Detects iterations by their repetition. If a repetition breaks after r collectives, before it has occurred more
+    often than layers do, it may have been a loop inside an iteration. Then no repetition is trusted until it has held
+    for longer than r collectives."""
 
     sequence: KnownSequence | None = None
     depth: int | None = None  # None: the position is uncertain
@@ -230,8 +230,8 @@ class RepetitionFinder:
         return gap
 
     def _narrow(self, id: int, ids: "array[int]") -> None:
-        """Narrow the positions that match the last collectives. A single one that has matched for long enough is
-        accepted."""
+        """Narrow down the positions that match the last collectives. If a single position remains and has matched for
+        long enough, it is accepted."""
         length = len(ids)
         if self._run:
             self._maybe = [(place + 1) % length for place in self._maybe if ids[place] == id]
@@ -272,15 +272,16 @@ class RepetitionFinder:
         self._needed, self._tolerant, self.rounds = 0, False, covered // length
 
     def _longest_quiet(self, length: int) -> int:
-        """Return where in the history an iteration begins: after the longest quiet time of the last one."""
+        """Return the index in the history at which an iteration begins: after the longest quiet time of the last
+        `length`."""
         end = len(self._ids)
         return max(range(end - length, end), key=lambda index: getattr(self._quiets[index], "length_s", -1.0))
 
 
 def repetition(ids: Sequence[int]) -> tuple[int, int]:
-    """Return the period with which `ids` ends, and how many of its last elements repeat with it: the longest such run,
-    of at least two periods; (0, 0) if there is none. Linear time: the failure function of Knuth, Morris and Pratt, read
-    from the end."""
+    """Return the period with which `ids` ends, and how many of its last elements repeat with this period. The longest
+    such run of at least two periods is chosen; the result is (0, 0) if there is no such run. Linear time: the failure
+    function of Knuth, Morris and Pratt, read from the end."""
     backwards = ids[::-1]
     border = [0] * len(backwards)
     best, matched = (0, 0), 0
@@ -297,5 +298,5 @@ def repetition(ids: Sequence[int]) -> tuple[int, int]:
 
 
 def _is_rotation(one: "array[int]", other: "array[int]") -> bool:
-    """Return whether one is a rotation of the other."""
+    """Return whether `one` is a rotation of `other`."""
     return len(one) == len(other) and "".join(map(chr, one)) in "".join(map(chr, other + other))

@@ -1,14 +1,17 @@
-"""Choose the pairs to serve if ports do not suffice for all. Pure; numbers are those of `planner/fabric/greedy.py`.
+"""Choose the pairs to serve if ports do not suffice for all pairs. Has no side effects.
 
-For given pairs, one circuit each and the next always to the slowest is optimal: while that pair is slower than the best
-time, it has fewer circuits than it needs for that time, and the others at its ends have no more than they need, so a
-port is free. Algorithm 3 can thus only be beaten by serving other pairs. Its own choice is greedy: the largest first,
-regardless of other pairs. This module improves that choice, under the limit of its slowest pair and lower ones.
+Pairs and endpoints are numbered as in `planner/fabric/greedy.py`.
+
+For given pairs, it is optimal to give each pair one circuit, and every further circuit to the slowest pair: while that
+pair is slower than the best time, it has fewer circuits than it needs for that time, and the other pairs at its ends
+have no more than they need, so a port is free. Algorithm 3 can thus only be beaten by serving other pairs. Its own
+choice of pairs is greedy: the largest pairs first. This module improves that choice, under the limit of its slowest
+pair and under lower limits.
 
 Under a limit of bytes per circuit a pair needs a fixed number of ports at both ends, and better choices are found along
-chains as in matching. A chain inserts a pair; at each end without enough ports it removes a pair, inserts another at
-the end that this frees, and so on. The best gains are computed for all endpoints and port counts at once, layer by
-layer; each chain is then applied to the current choice, and undone if it gains nothing."""
+chains as in matching. A chain inserts a pair; at each end without enough ports, it removes another pair, inserts a
+third pair at the end that this frees, and so on. The best gains are computed for all endpoints and port counts at once,
+layer by layer; each chain is then applied to the current choice, and undone if it gains nothing."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -65,8 +68,8 @@ class ServedScore:
 
 
 def reselect(demanded: Demanded, reference: Mapping[int, int]) -> Mapping[int, int]:
-    """Return circuits per served pair: those of `reference`, or better ones that are worse in no respect. Better means
-    more pairs, then fewer seconds, then more bytes."""
+    """Return the circuits per served pair: those of `reference`, or better circuits that are worse in no respect.
+    Better means more pairs, then fewer seconds, then more bytes."""
     return _Search(demanded, reference, reference, bytes_first=False).searched()
 
 
@@ -101,7 +104,7 @@ class _Search:
         return self.best
 
     def _below(self, limit: float) -> bool:
-        """Search for a choice under a lower limit than that of the best one."""
+        """Search for a better choice of pairs under a limit of bytes per circuit; return whether one was found."""
         limit = min(limit, math.nextafter(self.score.slowest_bytes, 0.0))
         if not self._possible(limit):
             return False
@@ -109,7 +112,7 @@ class _Search:
         return any(self._try(limit, start) for start in (largest_first, largest_first[::-1]))
 
     def _possible(self, limit_bytes: float) -> bool:
-        """Return False if clearly too few pairs or bytes fit under the limit."""
+        """Return whether enough pairs and bytes may fit under the limit; False only if this is impossible."""
         if limit_bytes <= 0:
             return False
         pairs = self.least.pairs if self.bytes_first else self.score.pairs
@@ -120,7 +123,8 @@ class _Search:
         return most_pairs >= pairs - 1e-6 and most_bytes * self.sum_bytes >= total_bytes * (1 - 1e-6)
 
     def _try(self, limit_bytes: float, start: list[int]) -> bool:
-        """Improve the choice with one value function after another, and with each alone."""
+        """Improve the choice by each value function in succession, and by each one from `start`; return whether it
+        helped."""
         better = False
         refined = start
         for number, value in enumerate(self.values):
@@ -223,7 +227,7 @@ class _Choice:
         self.step_cost = STEP_COST * float(value.mean())
 
     def improve(self) -> bool:
-        """Apply some of the chains with the highest gains. Returns False if none gains."""
+        """Apply some of the chains with the highest gains. Returns False if no chain improves the choice."""
         self._evaluate()
         chains = self.chains
         capped = np.minimum(self.need, self.wide + 1)
@@ -239,10 +243,10 @@ class _Choice:
         return better
 
     def _evaluate(self) -> None:
-        """Compute the tables of costs and gains.
+        """Compute the tables of costs and gains, which are indexed by endpoint and number of ports.
 
-        `room` [endpoint, ports]: the cost, 0 or less, of freeing this many ports; above `wide`: never.
-        `refill` [endpoint, ports]: the highest gain from this many ports."""
+        `room` has the gain, 0 or less, of freeing this many ports; more than `wide` ports are never freed. `refill` has
+        the highest gain from using this many free ports."""
         chains, wide, need, value = self.chains, self.wide, self.side_need, self.side_value
         head, tail, starts = chains.head, chains.tail, chains.starts
         served = self.served[chains.pair]
@@ -267,7 +271,7 @@ class _Choice:
         chains.work -= LOOK_WORK * wide + LAYERS * (wide + 2) * 2 * len(head)
 
     def _carry_out(self, pair: int) -> bool:
-        """Insert the pair along the best chain; undo it and return False if that gains nothing."""
+        """Insert the pair along the best chain and return True; undo the chain and return False if it gains nothing."""
         self.chain: list[int] = []
         self._put(pair, served=True)
         done = all(self._clear(end, LAYERS) for end in self.chains.end_list[pair])
@@ -315,8 +319,8 @@ class _Choice:
         return True
 
     def _put_now(self, freed: Ints, ports: Ints) -> Floats:
-        """Return the gain of inserting each side's pair now, [side], after its `freed` endpoint has regained `ports`
-        ports."""
+        """Return, as an array indexed by side, the gain of inserting each side's pair after its `freed` endpoint has
+        regained `ports` ports."""
         chains = self.chains
         free = self.free.copy()
         free[freed] += ports

@@ -1,13 +1,14 @@
-"""Choose circuit counts for the core and all PoDs together, so that the PoDs can carry the core's circuits. Pure.
+"""Choose circuit counts for the core and all PoDs together, so that the PoDs can carry the core's circuits. Has no side
+effects.
 
-To its PoD's allocator, the boundary to the core is one more endpoint, with as many ports as the core has circuits
-there: all uplinks of a PoD are equivalent, and a ToR only needs lanes. If the ToRs of a PoD cannot lift as many
+A PoD's allocator treats the boundary to the core as one more endpoint, with as many ports as the core has circuits to
+the PoD: all uplinks of a PoD are equivalent, and a ToR only needs lanes. If the ToRs of a PoD cannot lift as many
 circuits as the core wants, the core's limit is lowered, until both agree. Appendix D of the paper.
 
-The alternative considers pairs of ToRs alone, wherever they are (`direct`). No packet switch lies between two ToRs
-that a core circuit connects, so the bytes between PoDs are not enough information: a PoD with little traffic gets
-one circuit, which belongs to one rail, and other rails get none. There Algorithm 3 assigns ToR ports and PoD lanes
-at once."""
+The alternative (`direct`) considers only pairs of ToRs, in the same or in different PoDs. No packet switch lies between
+two ToRs that a core circuit connects, so the bytes between PoDs are not enough information: a PoD with little traffic
+gets one circuit, which belongs to one rail, and other rails get none. In the alternative, Algorithm 3 assigns ToR ports
+and PoD lanes at once."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -26,8 +27,8 @@ ROUNDS = 16  # of agreement between PoDs and core; each removes circuits, and tw
 
 @dataclass(frozen=True, slots=True)
 class WantedBytes:
-    """The bytes that the touched PoDs must move. `lifts`: by PoD, between its ToRs and the PoD itself as its
-    boundary."""
+    """The bytes that the touched PoDs must move. `lifts` has, by PoD, the bytes between its ToRs and its boundary to
+    the core, which has the id of the PoD."""
 
     tors: Mapping[EndpointId, Directed]  # by PoD, between its ToRs
     lifts: Mapping[EndpointId, Directed]
@@ -88,9 +89,9 @@ def size_with(
     *,
     by_tors: bool,
 ) -> CircuitSizes:
-    """Choose circuit counts, by the traffic of pairs of ToRs (`by_tors`) or of pairs of PoDs. `lanes` of each PoD and
-    `ports` of its ToRs may be used. Each pair of `bridges` that fits gets one circuit first, and more only for
-    traffic."""
+    """Choose circuit counts, by the traffic of pairs of ToRs (`by_tors`) or of pairs of PoDs. `lanes` and `ports` limit
+    the lanes of each PoD and the ports of each ToR. Each pair of `bridges` that fits first gets one circuit; it gets
+    more circuits only for traffic."""
     left, lanes_left = {pod: dict(of_pod) for pod, of_pod in ports.items()}, dict(lanes)
     laid = []
     for pair in sorted(bridges):
@@ -200,9 +201,9 @@ def _incident(circuits: Mapping[Pair, int]) -> Counter[EndpointId]:
 
 
 def spread(link_gbps: float, ports: Mapping[EndpointId, int], up: Mapping[Pair, int]) -> Mapping[Pair, int]:
-    """Spread spare ports evenly over all pairs of endpoints. If there are fewer ports than pairs, pairs at a few
-    distances on a circle of the endpoints come first, near and far, so that every endpoint is few hops away. Among
-    equal pairs, existing circuits come first."""
+    """Spread spare ports evenly over all pairs of endpoints. If there are fewer ports than pairs, the endpoints are
+    arranged on a circle and pairs at a few distances, near and far, come first, so that any endpoint reaches any other
+    in few hops. Among equal pairs, existing circuits come first."""
     ends = sorted(end for end, count in ports.items() if count)
     if len(ends) < 2:
         return {}
@@ -226,8 +227,8 @@ def _circle(size: int, distances: int) -> list[int]:
 def direct(
     sent_bytes: Mapping[Pair, float], pod_of: Mapping[EndpointId, EndpointId], room: Mapping[EndpointId, int]
 ) -> Mapping[Pair, int]:
-    """Return circuits per served pair. `sent_bytes`: by pair of ToRs, the larger direction. `room`: ports of ToRs and
-    lanes of PoDs."""
+    """Return the circuits per served pair. `sent_bytes` has the bytes of the larger direction by pair of ToRs, `room`
+    the number of ports of each ToR and of lanes of each PoD."""
     ends = {
         pair: pair if pod_of[pair[0]] == pod_of[pair[1]] else (*pair, *(pod_of[tor] for tor in pair))
         for pair, each_bytes in sent_bytes.items()
@@ -268,8 +269,8 @@ def _served(
 def _in_turn(
     pairs: Iterable[Pair], sent_bytes: Mapping[Pair, float], pod_of: Mapping[EndpointId, EndpointId]
 ) -> list[Pair]:
-    """Sort pairs by bytes; among equals, round-robin over ToRs, so that pairs without room are not all of one ToR.
-    Within a ToR, pairs to the same position in other PoDs come first, then one position on, and so on."""
+    """Sort pairs by bytes. Pairs with equal bytes are sorted round-robin over ToRs, so that the pairs without room are
+    not all of one ToR. Within a ToR, pairs to the same position in other PoDs come first, then to the next position."""
     pairs = list(pairs)
     turn = _turns({tor for pair in pairs for tor in pair}, pod_of)
     size = 1 + max(turn.values(), default=0)

@@ -1,7 +1,8 @@
-"""Predict how long the links of one rank stay quiet: learned from its collectives, given as a lower quantile. Pure.
+"""Predict how long the links of one rank stay quiet, as a lower quantile learned from its collectives. Has no side
+effects.
 
-Figure 5 and section 5.3 of the paper. Events arrive in order of time, in the clock of the rank's host. It is quiet
-while no collective is in flight, asynchronous ones included; quiet times are stored by the position in the
+Figure 5 and section 5.3 of the paper. Events arrive in order of time, in the clock of the rank's host. A rank is quiet
+while it has no collective in flight, including asynchronous ones; quiet times are stored by the position in the
 iteration."""
 
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ OUTLASTED = "outlasted"
 
 @dataclass(slots=True)
 class SlackHistogram:
-    """Counts of the quiet time before an operation, on a logarithmic scale; histograms of several ranks can be added.
+    """A logarithmic histogram of the quiet time before an operation; histograms of several ranks can be added.
 
     The slack of a collective is the time from the end of the previous one to its own start (section 2.2 of the paper).
     `bins[i]` counts slack from `edge_s(i)` to `edge_s(i + 1)`; `none` counts starts without slack."""
@@ -57,8 +58,8 @@ class SlackHistogram:
         )
 
     def quantile_s(self, q: float) -> float | None:
-        """Return a quantile, interpolated logarithmically within a bin: accurate to a quarter of its value. None while
-        empty."""
+        """Return a quantile in seconds, interpolated logarithmically within a bin and accurate to a quarter of its
+        value; None if the histogram is empty."""
         wanted, passed = q * self.total, float(self.none)
         if not self.total:
             return None
@@ -87,7 +88,7 @@ class Signature(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RemainingQuiet:
-    """A prediction: it is quiet and stays so until `until_s`, except with probability `risk`."""
+    """A prediction that a quiet rank stays quiet until `until_s`, except with probability `risk`."""
 
     position: int  # collectives since the iteration began
     opened_s: float
@@ -97,7 +98,7 @@ class RemainingQuiet:
 
 
 class _Request(NamedTuple):
-    """A request for a prediction, the answer, and the answer by position alone."""
+    """A request for a prediction, the answer, and the answer that the position alone would give."""
 
     q: float
     until_s: float
@@ -106,7 +107,7 @@ class _Request(NamedTuple):
 
 @dataclass(slots=True)
 class SlackLearner:
-    """Learns one rank. Its `follower` has the sequence of an iteration and the position in it."""
+    """Learns the quiet times of one rank. Its `follower` has the sequence of an iteration and the position in it."""
 
     rank: int
     histograms: dict[str, SlackHistogram] = field(default_factory=dict)  # by operation
@@ -127,7 +128,7 @@ class SlackLearner:
     _levels: dict[float, float] = field(default_factory=dict)  # target levels, by q
 
     def started(self, signature: Signature, at_s: float) -> int:
-        """Handle the start of a collective. Returns a handle for its end."""
+        """Handle the start of a collective. Returns a handle to pass to `ended`."""
         quiet = None
         if not self._flying and self._opened_s is not None:
             opened_s = self._opened_s
@@ -179,14 +180,15 @@ class SlackLearner:
         self.follower.lose(detail)
 
     def prepare(self, q: float) -> None:
-        """Compute the bound that `remaining` needs at the next quiet time. Called during traffic, so that the window is
-        not spent on arithmetic."""
+        """Compute the bound that `remaining` needs at the next quiet time. Called while a collective is in flight, so
+        that no quiet time is spent on arithmetic."""
         place = self.follower.place
         if not isinstance(place, Hold):
             place[1].lengths_s.lower(self._levels.get(q, q))
 
     def remaining(self, now_s: float, q: float) -> RemainingQuiet | Hold:
-        """Return the time until which it stays quiet, except with probability `q`, given that it is quiet until now."""
+        """Return the time until which the rank stays quiet, except with probability `q`, given its quiet time so
+        far."""
         if self._flying:
             first = next(iter(self._flying.values()))
             return Hold(TRAFFIC, f"rank {self.rank}: {len(self._flying)} in flight, the oldest {first.op}")
@@ -207,10 +209,10 @@ class SlackLearner:
         return RemainingQuiet(predicted.position, predicted.opened_s, until_s, predicted.samples, predicted.risk)
 
     def _grade(self, at_s: float) -> None:
-        """Adapt predictions to how the last one held. If predictions are broken more often than allowed, for example
-        while windows shrink, later ones are more cautious (adaptive conformal inference, Gibbs and Candes, 2021), but
-        never bolder than requested. A window that was cut short, for example in an iteration of few tokens, also
-        shortens the next predictions in proportion."""
+        """Adapt later predictions to whether the last one held. If predictions are broken more often than allowed, for
+        example while windows shrink, later predictions are more cautious (adaptive conformal inference, Gibbs and
+        Candes, 2021). They are never bolder than requested. A window that was cut short, for example in an iteration of
+        few tokens, also shortens the next predictions in proportion."""
         if self._request is None:
             return
         request, self._request = self._request, None
@@ -234,7 +236,7 @@ class SlackLearner:
 
     @property
     def signatures(self) -> dict[int, Signature]:
-        """The signatures by their number in the sequence. Size -1: it varies."""
+        """The signatures by their number in the sequence. A size of -1 means that the size varies."""
         return {number: signature for signature, number in self._numbers.items()}
 
     @property

@@ -1,4 +1,4 @@
-"""Summarize what a rank's learner has learned, as a value that can be sent as JSON and printed. Pure."""
+"""Summarize what a rank's learner has learned, as a value that can be sent as JSON and printed. Has no side effects."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

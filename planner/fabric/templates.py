@@ -1,5 +1,5 @@
 """The topology of each stage: the PoDs it may change, the pairs that may have circuits, and the use of spare ports.
-Section 5.2 of the paper. Pure.
+Section 5.2 of the paper. Has no side effects.
 
 | stage | touches | core | spare ports |
 |---|---|---|---|

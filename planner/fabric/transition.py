@@ -1,4 +1,5 @@
-"""Change one set of cross-connects into another in stages, so that no pair or endpoint loses its light. Pure.
+"""Change one set of cross-connects into another in stages, so that no pair or endpoint loses its light. Has no side
+effects.
 
 A stage's removals come down before its additions go up. Cross-connects in both sets are never touched, and only
 cross-connects of the two sets are used. Minimised in this order: pairs that go dark, endpoints below their minimum

@@ -1,4 +1,5 @@
-"""Solve two questions of a transition with CP-SAT: which floors must be missed, and how few stages suffice. Pure.
+"""Solve two questions of a transition with CP-SAT: which floors must be missed, and how few stages suffice. Has no side
+effects.
 
 One worker and a limit in deterministic time give the same result on every machine. The solver is loaded only when
 needed, as loading takes longer than most transitions."""

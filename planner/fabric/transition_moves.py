@@ -1,4 +1,5 @@
-"""The moves of a transition: which removal frees the ports of which addition, and which circuits must stay lit. Pure.
+"""The moves of a transition: which removal frees the ports of which addition, and which circuits must stay lit. Has no
+side effects.
 
 A removal takes one circuit from its pair and from both endpoints; an addition gives each one. An addition waits for at
 most two removals, which hold its ports. Adding never harms: no other addition uses its ports, and no count falls.

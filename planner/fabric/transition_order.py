@@ -1,4 +1,5 @@
-"""Order the removals of cross-connects so that as few pairs and endpoints as possible fall below their floors. Pure.
+"""Order the removals of cross-connects so that as few pairs and endpoints as possible fall below their floors. Has no
+side effects.
 
 The number of moves per stage does not matter here: any stages can be serialised into single removals, with every
 addition up as soon as its ports are free, and no point of that order is worse than the stages were."""

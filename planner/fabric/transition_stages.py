@@ -1,4 +1,5 @@
-"""Pack the moves of a transition into few stages: list scheduling that follows an order known to work. Pure."""
+"""Pack the moves of a transition into few stages: list scheduling that follows an order known to work. Has no side
+effects."""
 
 import itertools
 import math

@@ -1,4 +1,5 @@
-"""Decide when circuits may change: while all ranks that use them are quiet for as long as the change takes. Pure.
+"""Decide when circuits may change: while all ranks that use them are quiet for as long as the change takes. Has no side
+effects.
 
 The time until packets may use a change is measured per switch: a device's own delay is often the smallest part, as
 receivers lock to the light, links are debounced, and routes follow (section 2.3 of the paper). Until there are enough

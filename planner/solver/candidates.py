@@ -1,4 +1,4 @@
-"""Build the fleets that a plan may propose, with requests placed on their instances. Pure.
+"""Build the fleets that a plan may propose, with requests placed on their instances. Has no side effects.
 
 A candidate is fixed before it is evaluated on samples, because lengths are unknown when requests are placed.
 """

@@ -1,4 +1,4 @@
-"""Calculate when the engines of a candidate fleet finish, over sampled lengths. Pure.
+"""Calculate when the engines of a candidate fleet finish, over sampled lengths. Has no side effects.
 
 Requests are admitted first come, first served, when a slot is free and the whole footprint fits. The engines'
 sequences of admissions and completions are independent, so many engines are advanced together in each step.

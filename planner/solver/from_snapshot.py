@@ -1,4 +1,4 @@
-"""Convert a snapshot into a makespan problem, and note what the planner leaves out. Pure."""
+"""Convert a snapshot into a makespan problem, and note what the planner leaves out. Has no side effects."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Select the few layouts that a planner chooses from, biased by the phase of the step. Pure.
+"""Select the few layouts that a planner chooses from, biased by the phase of the step. Has no side effects.
 
 These are the second and third heuristics of the paper (section 4.1): TP stays inside a node or takes whole nodes; AFD
 uses only ratios of attention to FFN GPUs that keep both sides busy; engines are narrow while batches are large, and

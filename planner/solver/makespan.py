@@ -1,4 +1,5 @@
-"""Choose which engines to run and which requests each decodes, so that the last one ends as soon as possible. Pure."""
+"""Choose which engines to run and which requests each decodes, so that the last one ends as soon as possible. Has no
+side effects."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Build the fleets that a plan chooses from, each with its expected seconds. Pure.
+"""Build the fleets that a plan chooses from, each with its expected seconds. Has no side effects.
 
 Lengths of answers are unknown when requests are placed. Every family of fleets is therefore built with several length
 estimates (the expected length, a long one, one sample), and every candidate is evaluated on all samples. An estimate

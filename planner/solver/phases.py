@@ -1,4 +1,5 @@
-"""Fit step times as lines over the batch sizes ahead in a step, and select the configurations to evaluate. Pure.
+"""Fit step times as lines over the batch sizes ahead in a step, and select the configurations to evaluate. Has no side
+effects.
 
 This is the third heuristic of the paper (section 4.1): a bias that follows the phase of the step. A nonlinear curve is
 approximated by a line that is right on average over the batch sizes ahead: large batches while there are many requests,

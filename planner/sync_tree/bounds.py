@@ -1,4 +1,4 @@
-"""Compute the time that no plan can beat, and the best time of sending directly from holders. Pure.
+"""Compute the time that no plan can beat, and the best time of sending directly from holders. Has no side effects.
 
 Both are fluid: circuits and waves may be fractional. The bound counts what each part must carry in any plan: receivers'
 NICs; into each pod and ToR every shard that is needed and not held there, once; out of the holders every shard at least

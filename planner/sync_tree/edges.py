@@ -1,4 +1,5 @@
-"""Turn a filled wave into edges: trees inside pods (phase B) below the crossings (phase A), and all rates. Pure.
+"""Turn a filled wave into edges: trees inside pods (phase B) below the crossings (phase A), and all rates. Has no side
+effects.
 
 All edges of a wave end together, except for delays from the edges above them. Inside a pod each piece gets a tree. A
 tree enters each ToR once, at a head, and spreads below the ToR from there. An endpoint that has used its sending time

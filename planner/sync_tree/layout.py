@@ -1,4 +1,5 @@
-"""Map each rank to its part of each parameter, in Megatron's layout (TP, PP, EP, replicas) and in an engine's. Pure.
+"""Map each rank to its part of each parameter, in Megatron's layout (TP, PP, EP, replicas) and in an engine's. Has no
+side effects.
 
 A rank's tensor consists of boxes of the whole one, stacked along one axis. This describes both the owners of elements
 and their place in memory. Sources: Megatron-core's parallel_state (rank order tp-cp-ep-dp-pp; linear_qkv is ordered by

@@ -1,4 +1,4 @@
-"""Plan new edges after some broke or a peer died, so that every missing byte still arrives, once. Pure.
+"""Plan new edges after some broke or a peer died, so that every missing byte still arrives, once. Has no side effects.
 
 A peer that lacks bytes which no running edge brings gets them from another peer that has them, or that receives them by
 edges that still run and so is not below it. New edges keep their waves: none waits for an edge of a later wave.

@@ -1,4 +1,5 @@
-"""Plan a weight version: waves of pieces over trees, with a lower bound and the naive time for comparison. Pure.
+"""Plan a weight version: waves of pieces over trees, with a lower bound and the naive time for comparison. Has no side
+effects.
 
 Several ways to cut shards and fill waves are planned in full, and the one with the least model time is used. Pieces
 that are small compared with a chunk wait longest below others; they are sent in separate rounds without such waits."""

@@ -1,4 +1,4 @@
-"""Byte ranges, and flows of byte ranges between peers. Pure."""
+"""Byte ranges, and flows of byte ranges between peers."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable

@@ -1,4 +1,5 @@
-"""Plan waves of depth 0 for small pieces: each is forwarded in a later wave than the one it arrived in. Pure.
+"""Plan waves of depth 0 for small pieces: each is forwarded in a later wave than the one it arrived in. Has no side
+effects.
 
 Below others in the same wave, a piece waits for a whole chunk at each edge; a piece of a few chunks arrives sooner
 without such waits. In each wave every endpoint with a piece sends it to one that lacks it, the oldest piece first, so

@@ -1,4 +1,4 @@
-"""Compute what an engine's ranks load of each tensor of a checkpoint, by its Hugging Face name. Pure.
+"""Compute what an engine's ranks load of each tensor of a checkpoint, by its Hugging Face name. Has no side effects.
 
 Follows vLLM's division of decoders (`layout.py` lists the sources). Too much costs bytes, too little breaks the model,
 so a tensor is loaded whole if names and shapes do not settle its division: unknown names, uneven divisions, KV heads of

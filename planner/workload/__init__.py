@@ -1,1 +1,1 @@
-"""Output lengths: statistics of recent steps, forecasts, samples. Pure."""
+"""Output lengths: statistics of recent steps, forecasts, samples."""

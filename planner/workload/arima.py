@@ -1,4 +1,5 @@
-"""Forecast length histograms with ARIMA, along the few directions in which their bins move together. Pure.
+"""Forecast length histograms with ARIMA, along the few directions in which their bins move together. Has no side
+effects.
 
 A histogram of a hundred bins has few directions of movement: as tasks come and go, whole ranges of lengths rise and
 fall together. Bins are scaled so that sampling noise is equal in all (correspondence analysis). Steps are smoothed over

@@ -1,4 +1,5 @@
-"""Forecast the remaining tokens of the requests in flight: distributions, a histogram, one estimate each. Pure.
+"""Forecast the remaining tokens of the requests in flight: distributions, a histogram, one estimate each. Has no side
+effects.
 
 Section 4.1 of the paper uses step-level distributions instead of a guess per request. A running request is observed
 only up to its current length, and an output cut by `max_tokens` only up to the cut. Both count as censored (the

@@ -22,7 +22,7 @@ def check_at_least(value: object, least: float, *fields: str) -> None:
 
 
 class RequestState(StrEnum):
-    """The state of a request. `NEW` exists in offline problems only: the request is not on any engine yet."""
+    """The state of a request. `NEW` is used in offline problems only: the request is not on any engine yet."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -50,7 +50,7 @@ class FastPolicy(StrEnum):
 
 
 class Knowledge(StrEnum):
-    """The output lengths that a plan assumes. `MEAN` and `ORACLE` are baselines for judging the forecast."""
+    """The source of the output lengths that a plan assumes. `MEAN` and `ORACLE` are baselines for the forecast."""
 
     FORECAST = "forecast"  # a distribution, conditioned on the tokens each request has generated
     MEAN = "mean"  # every output has the average length
@@ -117,7 +117,7 @@ class Configuration:
         return self.beta_s * remaining_tokens + self.gamma_s * held_tokens
 
     def limited_as(self, engine: "EngineView") -> "Configuration":
-        """Return a copy with the KV capacity and slots that the engine reports, where it reports them."""
+        """Return a copy with the KV capacity and slots that the engine reports; values that it does not report stay."""
         return replace(
             self,
             kv_capacity_tokens=engine.kv_capacity_tokens or self.kv_capacity_tokens,
@@ -202,7 +202,7 @@ class Snapshot:
     def inputs_age_s(self) -> float | None:
         """The age of the oldest input; None if an input was never reported or no engine is usable.
 
-        Engines that are gone, draining or return nonsense are not inputs: no decision is made for them.
+        Engines that are gone, draining or report invalid values are not inputs: no decision is made for them.
         """
         answering = [engine for engine in self.engines if engine.health in (EngineHealth.OK, EngineHealth.SLOW)]
         readable = [engine for engine in answering if not engine.draining]
@@ -241,7 +241,7 @@ class FleetPart:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A fleet that the planner considered, with its expected seconds over the sampled lengths.
+    """A fleet that the planner considered, with its expected durations over the sampled lengths.
 
     `configuration` is None if configurations are mixed. The fleet ends after `total_s`; `low_s` and `high_s` are the
     total in the best and in the worst sample.
@@ -266,9 +266,9 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class PlannedInstance:
-    """One engine of the fleet that a plan proposes, with its expected seconds.
+    """One engine of the fleet that a plan proposes, with its expected duration in seconds.
 
-    `requests` lists its requests in order of admission, but only in a plan that acts.
+    `requests` lists its requests in order of admission; it is empty unless the plan is carried out.
     """
 
     id: EngineId
@@ -295,13 +295,14 @@ class MoveMethod(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestMove:
-    """An order to continue a request on another engine.
+    """A command to continue a request on another engine.
 
     `hold_s` is how long the gateway keeps the request if the destination is not in its routes yet. If `from_engine`
     is empty, the request is in the gateway's queue.
 
-    `method` is the cheaper one by the current cost estimates; the gateway falls back to recompute if the KV cache
-    cannot be transferred. 0 seconds mean that nothing was predicted or that the other method is not available.
+    `method` is the cheaper method by the current cost estimates; the gateway falls back to recomputation if the KV
+    cache cannot be transferred. A predicted time of 0 seconds means that there is no prediction, or that the other
+    method is not available.
     """
 
     request: RequestId
@@ -317,7 +318,7 @@ class RequestMove:
 
 @dataclass(frozen=True, slots=True)
 class PlannedMove:
-    """A request that changes engine. A waiting request changes queue at no cost."""
+    """A request that changes engine. A waiting request only changes queues, at no cost."""
 
     request: RequestId
     source: EngineId
@@ -348,7 +349,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A proposal of the slow loop, with the figures that explain it.
+    """A proposal of the slow loop, with the numbers that explain it.
 
     Seconds are expected values over the sampled lengths; `current_makespan_s` assumes that nothing is changed.
     """
@@ -387,14 +388,15 @@ class Plan:
 
     @property
     def proposed_total_s(self) -> float | None:
-        """The seconds to the end under the proposal, its costs included."""
+        """The predicted seconds until all requests end under the proposal, including its costs; None if unknown."""
         if self.proposed_makespan_s is None:
             return None
         return self.proposed_makespan_s + self.redeploy_cost_s + self.migration_cost_s
 
     @property
     def predicted_s(self) -> float | None:
-        """The predicted seconds to the end: of the proposal if it was acted on, else of the unchanged fleet."""
+        """The predicted seconds until all requests end: under the proposal if it was carried out, otherwise on the
+        unchanged fleet."""
         return self.proposed_total_s if self.acted else self.current_makespan_s
 
 

@@ -27,8 +27,8 @@ MOST_FIXED_S = 60.0
 class FixedMoveCost:
     """The fixed cost of moves by one method, in seconds: the median over the newest orders.
 
-    The part that grows with the context is excluded. The prior counts as `PRIOR_COUNTS_FOR` orders, so that one stalled
-    first order does not determine the estimate.
+    The part that grows with the context is excluded. The prior counts as `PRIOR_COUNTS_FOR` orders, so that a single
+    stalled order at the beginning does not determine the estimate.
     """
 
     prior_s: float = FIXED_PRIOR_S
@@ -37,7 +37,7 @@ class FixedMoveCost:
     def after(self, seconds: float) -> "FixedMoveCost":
         """Return a copy with one more measurement.
 
-        Seconds below 0 (the growing part was overestimated) count as 0; NaN is ignored.
+        A measurement below 0, which means that the growing part was overestimated, counts as 0. NaN is ignored.
         """
         if math.isnan(seconds):
             return self
@@ -51,9 +51,10 @@ class FixedMoveCost:
 
 @dataclass(frozen=True, slots=True)
 class MovePricing:
-    """Inputs for the cost of a move.
+    """The inputs for calculating the cost of a move.
 
-    `kv_versions` has the engines that support KV transfer. Two engines can transfer KV if their versions are equal.
+    `kv_versions` has the KV transfer version of each engine that supports KV transfer. Two engines can transfer KV if
+    their versions are equal.
     """
 
     profiles: Mapping[ConfigurationId, EngineProfile]
@@ -65,11 +66,12 @@ class MovePricing:
 def choose_move_methods(
     moves: Sequence[RequestMove], snapshot: Snapshot, costing: MovePricing
 ) -> tuple[RequestMove, ...]:
-    """Return the moves, each with the cheaper method (the paper's appendix A) and its predicted seconds.
+    """Return the moves, each with the cheaper method (the paper's appendix A) and its predicted duration.
 
-    An engine recomputes contexts one after the other, in this order; KV transfers and the fixed parts of all moves
-    run in parallel. A preempted request has no KV cache and is recomputed. No prediction is made for requests that
-    have not run yet, because their prompts are still to be computed, or for destinations whose prefill rate is unknown.
+    An engine recomputes contexts one after the other, in the order of `moves`; KV transfers and the fixed parts of all
+    moves run in parallel. A preempted request has no KV cache and is recomputed. No prediction is made for requests
+    that have not run yet, because their prompts are still to be computed, or for moves to engines whose prefill rate is
+    unknown.
     """
     engines = {engine.id: engine for engine in snapshot.engines}
     wanted = {move.request for move in moves}
@@ -108,7 +110,7 @@ def _prefill_s(tokens: int, target: EngineView, costing: MovePricing) -> float |
 
 
 def _transfer_s(tokens: int, source: EngineView | None, target: EngineView, costing: MovePricing) -> float | None:
-    """Return the seconds of a KV transfer; None if the two engines cannot transfer KV to each other."""
+    """Return the duration of a KV transfer in seconds; None if the two engines cannot transfer KV to each other."""
     version = costing.kv_versions.get(target.id, "")
     if source is None or not version or costing.kv_versions.get(source.id) != version:
         return None

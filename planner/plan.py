@@ -1,4 +1,4 @@
-"""Make one decision of the slow loop: forecast lengths, compare fleets, admit a plan. Has no side effects.
+"""Make one decision of the slow loop: forecast lengths, compare fleets, and admit a plan. Has no side effects.
 
 The caller measures the solving time and sets it with `dataclasses.replace(plan, solve_s=...)`.
 """
@@ -33,7 +33,7 @@ from planner.workload.series import StepForecast
 
 @dataclass(frozen=True, slots=True)
 class PlannerConfig:
-    """The deployable configurations, the GPUs, and the limits for a change."""
+    """The deployable configurations, the GPUs, and the limits on changes."""
 
     configurations: tuple[Configuration, ...]
     gpus_count: int
@@ -72,7 +72,7 @@ class PlannerConfig:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Inputs from earlier decisions and steps that the snapshot does not contain."""
+    """The inputs from earlier decisions and steps that the snapshot does not contain."""
 
     earlier_output_tokens: Sequence[int] = ()  # finished lengths of earlier steps; the snapshot has this step's
     last_redeploy_s: float | None = None  # when the deployment last changed, for the cooldown
@@ -174,7 +174,7 @@ NOTHING = FleetOptions(None, (), (), 0.0)
 
 
 def _expected(snapshot: Snapshot, config: PlannerConfig, history: History) -> Forecast:
-    """Return the forecast for the snapshot's requests, in their order."""
+    """Return the length forecast for the snapshot's requests, in the order of the snapshot."""
     return forecast(
         snapshot.requests,
         () if history.before is not None else history.earlier_output_tokens,
@@ -188,7 +188,7 @@ def _expected(snapshot: Snapshot, config: PlannerConfig, history: History) -> Fo
 def _lengths(
     snapshot: Snapshot, fleet: LiveFleet, config: PlannerConfig, history: History, expected: Forecast
 ) -> SampledLengths:
-    """Return the sampled lengths of the fleet's requests, in their order."""
+    """Return the sampled lengths of the fleet's requests, in the order of the fleet."""
     if config.knowledge is Knowledge.MEAN:
         seen = (*history.earlier_output_tokens, *(length.tokens for length in snapshot.finished))
         return averaged(fleet.requests, seen, config.max_output_tokens)
@@ -219,9 +219,10 @@ class _Case:
     options: FleetOptions
 
     def choose(self) -> _Choice:
-        """Return the option with the earliest end, preferring less change within epsilon of it.
+        """Return the option with the earliest end. Of the options within epsilon of it, the one with the least change
+        is preferred.
 
-        If engines must not change but moving requests is admitted, choose the moves and report the forgone change.
+        If engines must not change but moving requests is admitted, choose the moves and report the omitted change.
         """
         current, found = self.options.current, self.options.found
         moving, changing = (
@@ -286,8 +287,8 @@ class _Case:
     def _return_s(self, option: FleetOption) -> float:
         """Return the expected cost, in seconds, of starting the replaced engines again.
 
-        The next step is assumed to need the fleet that this step began with. The seconds are weighted by the share of
-        the step's requests that have finished.
+        The next step is assumed to need the fleet that this step began with. The cost is weighted by the share of the
+        step's requests that have finished.
         """
         stays = {instance.id for instance, kept in zip(option.fleet.instances, option.fleet.kept, strict=True) if kept}
         engines = zip(self.fleet.problem.current, self.fleet.limits, strict=True)

@@ -88,7 +88,7 @@ class MarkedIterations:
         self.here, self._odd, self._complete = (self.known[0] if self.known else None), None, True
 
     def step(self, id: int, quiet: QuietSpan | None) -> IterationGap | None:
-        """Handle the start of a collective. Returns the gap before it if it is known."""
+        """Handle the start of a collective. Returns the gap before the collective; None if the position is unknown."""
         if len(self._seen) >= MOST_COLLECTIVES:
             self.lose(f"more than {MOST_COLLECTIVES} collectives since the last mark of an iteration")
             return None
@@ -181,7 +181,7 @@ class RepetitionFinder:
     _why: str = ""
 
     def step(self, id: int, quiet: QuietSpan | None) -> IterationGap | None:
-        """Handle the start of a collective. Returns the gap before it if it is known."""
+        """Handle the start of a collective. Returns the gap before the collective; None if the position is unknown."""
         self._ids.append(id)
         self._quiets.append(quiet)
         if len(self._ids) > 2 * MOST_COLLECTIVES:

@@ -165,8 +165,8 @@ class PairChains:
         self.stops: Ints = np.append(self.starts[1:], len(self.tail))
 
     def improved(self, limit_bytes: float, start: Iterable[int], value: Floats) -> list[int]:
-        """Return an improved choice: the pairs of `start` that fit in their order, then improved by chains. `value` is
-        the value of each pair."""
+        """Return an improved choice of pairs: the pairs of `start` that fit, taken in their order, then improved by
+        chains. `value` has the value of each pair."""
         need = needs(self.larger, limit_bytes, int(self.ports.max()))
         served = self._fitting(start, need.tolist())
         choice = _Choice(self, need, value, served)
@@ -176,8 +176,8 @@ class PairChains:
         return np.flatnonzero(choice.served).tolist()
 
     def most(self, limit_bytes: float, value: Floats) -> float:
-        """Return an upper bound on the value under the limit: the sum of what each endpoint could serve alone,
-        halved."""
+        """Return an upper bound on the total value under the limit: half of the sum, over endpoints, of the highest
+        value that the endpoint could serve alone."""
         need = needs(self.larger, limit_bytes, int(self.ports.max()))[self.pair]
         ports, fits = self.ports[self.tail], need <= self.ports[self.tail]
         worth = np.where(fits, value[self.pair], 0.0)

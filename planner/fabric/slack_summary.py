@@ -12,7 +12,7 @@ VANISHED = Signature("?", -1, -1)  # stored under another number since its size 
 
 @dataclass(frozen=True, slots=True)
 class PositionSummary:
-    """The quiet time before one collective of an iteration, in seconds; None: never quiet there."""
+    """The quiet time before one collective of an iteration, in seconds; times are None if it was never quiet there."""
 
     position: int
     op: str
@@ -35,7 +35,8 @@ class PositionSummary:
 
 @dataclass(frozen=True, slots=True)
 class SlackSummary:
-    """The summary of one rank, or of several with histograms added up (then `positions` are those of the first)."""
+    """The summary of one rank, or of several ranks: their histograms added up, with the `positions` of the first
+    rank."""
 
     ranks: tuple[int, ...]
     iterations: int
@@ -67,7 +68,8 @@ def summarize(learner: SlackLearner, q: float) -> SlackSummary:
 
 
 def merged(summaries: Iterable[SlackSummary]) -> SlackSummary:
-    """Add up the histograms; all other values are those of the first summary. Raises ValueError without summaries."""
+    """Add up the histograms; all other values are those of the first summary. Raises ValueError if there are no
+    summaries."""
     rest = list(summaries)
     if not rest:
         raise ValueError("summaries must be >= 1, got 0")

@@ -11,8 +11,8 @@ from planner.fabric.topology import RESPONSES, Pod, PodRole, Site, Switch, Tier
 
 @dataclass(frozen=True, slots=True)
 class PodCapacity:
-    """Capacities in Gbps per direction. `hosts_gbps`: of NICs; `tors_gbps`: of ToR fibres upwards; `uplinks_gbps`: of
-    lanes to the core."""
+    """The capacities of one PoD in Gbps per direction: `hosts_gbps` of its NICs, `tors_gbps` of the fibres from its
+    ToRs to the switches, and `uplinks_gbps` of its lanes to the core."""
 
     pod: Pod
     servers: int
@@ -28,12 +28,12 @@ class PodCapacity:
 
     @property
     def tor_ratio(self) -> float:
-        """Host capacity over ToR fibre capacity; up to 1, all host traffic fits."""
+        """The ratio of host capacity to ToR fibre capacity. Up to 1, the fibres can carry all host traffic."""
         return self.hosts_gbps / self.tors_gbps
 
     @property
     def uplink_ratio(self) -> float | None:
-        """Host capacity over uplink capacity; None without uplinks."""
+        """The ratio of host capacity to uplink capacity; None if the PoD has no uplinks."""
         return self.hosts_gbps / self.uplinks_gbps if self.uplinks_gbps else None
 
 
@@ -111,8 +111,8 @@ def _idle(site: Site, nics: Mapping[EndpointId, int]) -> Iterator[str]:
 
 
 def _strangers(site: Site) -> Iterator[str]:
-    """Yield endpoints that no circuit can connect, because they share no switch. Uplinks of one PoD need no
-    connection."""
+    """Yield a warning for each layer with two endpoints that no circuit can connect, because they share no switch.
+    Uplinks of one PoD need no connection to each other."""
     uplinks = {uplink.id for uplink in site.uplinks}
     for layer, switches in (*site.agg_switches_of.items(), ("core", site.core_switches)):
         on: dict[EndpointId, set[OcsId]] = defaultdict(set)
@@ -126,8 +126,8 @@ def _strangers(site: Site) -> Iterator[str]:
 def _apart(
     on: Mapping[EndpointId, set[OcsId]], uplinks: Collection[EndpointId]
 ) -> tuple[EndpointId, EndpointId] | None:
-    """Return the first two endpoints that share no switch. Endpoints of a kind on the same switches are checked
-    once."""
+    """Return the first two endpoints that share no switch; None if all share one. Pairs of uplinks are ignored. Of the
+    endpoints of one kind on the same switches, only one is checked."""
     alike: dict[tuple[bool, frozenset[OcsId]], EndpointId] = {}
     for endpoint in sorted(on):
         alike.setdefault((endpoint in uplinks, frozenset(on[endpoint])), endpoint)

@@ -28,7 +28,7 @@ class StageTemplate:
     spreads_spare: bool
 
     def core_pairs(self, pods: Iterable[Pod]) -> frozenset[Pair]:
-        """Return the pairs of PoDs that may have circuits."""
+        """Return the pairs of PoDs between which circuits are allowed."""
         known = sorted(pods, key=lambda pod: pod.id)
         return frozenset(
             pair_of(one.id, other.id)

@@ -3,8 +3,8 @@
     GPU - NIC - ToR ==(OCS-Agg of its PoD)== ToR           inside a PoD
     GPU - NIC - ToR ==(OCS-Agg)== uplink ==(OCS-Core)== uplink ==(OCS-Agg)== ToR     between PoDs
 
-An uplink is a bundle of fibres between the OCS-Agg switches of a PoD and the OCS-Core: a lane has a port at either end.
-Section 5.1 of the paper; ToRs switch packets, everything above them is optical."""
+An uplink is a bundle of fibres (lanes) between the OCS-Agg switches of a PoD and the OCS-Core. A lane has a port at
+either end. ToRs switch packets; everything above the ToRs is optical. Section 5.1 of the paper."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -76,7 +76,8 @@ class Uplink:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server. NIC i is cabled to `tors[i]`. The GPUs share the NICs evenly, in order; NVLink connects all GPUs."""
+    """A server. NIC i is cabled to `tors[i]`. Consecutive GPUs share a NIC, equally many per NIC. NVLink connects all
+    GPUs."""
 
     id: ServerId
     pod: EndpointId
@@ -84,13 +85,13 @@ class Server:
     tors: tuple[EndpointId, ...]
 
     def nic(self, gpu: GpuId) -> int:
-        """Return the index of the GPU's own NIC."""
+        """Return the index of the NIC that the GPU uses."""
         return self.gpus.index(gpu) * len(self.tors) // len(self.gpus)
 
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """An optical switch. `ports` lists those of each ToR or uplink, in the order of its lanes."""
+    """An optical switch. `ports` lists the ports of each ToR or uplink, in the order of its lanes."""
 
     id: OcsId
     tier: Tier
@@ -123,7 +124,7 @@ class Lane:
 
     @property
     def ends(self) -> tuple[Port, Port]:
-        """The port in the PoD, and the port in the core."""
+        """The lane's port on a switch of its PoD, and its port on a core switch."""
         return (self.agg, self.agg_port), (self.core, self.core_port)
 
 
@@ -162,28 +163,28 @@ class Site:
         return {tor.id: tor.pod for tor in self.tors} | {uplink.id: uplink.pod for uplink in self.uplinks}
 
     def tor_of(self, gpu: GpuId) -> EndpointId:
-        """Return the ToR that the GPU's own NIC is cabled to."""
+        """Return the ToR that the GPU's NIC is cabled to."""
         server = self.server_of[gpu]
         return server.tors[server.nic(gpu)]
 
     @cached_property
     def tors_of(self) -> Mapping[EndpointId, tuple[Tor, ...]]:
-        """ToRs by PoD."""
+        """The ToRs of each PoD."""
         return _of_pods(self.pods, self.tors)
 
     @cached_property
     def uplinks_of(self) -> Mapping[EndpointId, tuple[Uplink, ...]]:
-        """Uplinks by PoD."""
+        """The uplinks of each PoD."""
         return _of_pods(self.pods, self.uplinks)
 
     @cached_property
     def servers_of(self) -> Mapping[EndpointId, tuple[Server, ...]]:
-        """Servers by PoD."""
+        """The servers of each PoD."""
         return _of_pods(self.pods, self.servers)
 
     @cached_property
     def agg_switches_of(self) -> Mapping[EndpointId, tuple[Switch, ...]]:
-        """Aggregation switches by PoD."""
+        """The aggregation switches of each PoD."""
         return _of_pods(self.pods, [switch for switch in self.switches if switch.tier is Tier.AGG])
 
     @cached_property
@@ -192,8 +193,8 @@ class Site:
 
     @cached_property
     def cabling(self) -> Cabling:
-        """The cabling: ToRs and uplinks on the switches of their PoD; PoDs on core switches, with the ports of all
-        their uplinks."""
+        """The cabling of all switches. The endpoints on a PoD's switches are its ToRs and uplinks; the endpoints on
+        core switches are PoDs, with the ports of all their uplinks."""
         ports: dict[OcsId, dict[int, EndpointId]] = {switch.id: {} for switch in self.switches}
         for (switch, port), endpoint in self.owner.items():
             in_core = self.switch[switch].tier is Tier.CORE
@@ -202,7 +203,7 @@ class Site:
 
     @cached_property
     def fibres(self) -> Mapping[Tier, Mapping[EndpointId, tuple[Port, ...]]]:
-        """The ports at which each ToR and uplink ends, by switch and in listed order."""
+        """The switch ports of each ToR and uplink, by tier, ordered by switch and then as the site lists them."""
         found: dict[Tier, dict[EndpointId, list[Port]]] = {tier: {} for tier in Tier}
         for switch in sorted(self.switches, key=lambda each: each.id):
             for endpoint, numbers in switch.ports.items():
@@ -211,8 +212,8 @@ class Site:
 
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
-        """All lanes. The k-th port of an uplink in its PoD, by switch and in listed order, pairs with its k-th port in
-        the core."""
+        """All lanes. The k-th port of an uplink in its PoD and its k-th port in the core, in the order of `fibres`,
+        belong to one lane."""
         inside, core = self.fibres[Tier.AGG], self.fibres[Tier.CORE]
         return tuple(
             Lane(uplink.id, agg, agg_port, core_switch, core_port)
@@ -224,12 +225,12 @@ class Site:
 
     @cached_property
     def lane_at(self) -> Mapping[Port, Lane]:
-        """Lanes by their port in the core."""
+        """The lane at each core port that has one."""
         return {lane.ends[1]: lane for lane in self.lanes}
 
     @cached_property
     def owner(self) -> Mapping[Port, EndpointId]:
-        """The ToR or uplink that each port of each switch has a fibre to."""
+        """The ToR or uplink that is cabled to each port of each switch."""
         return {
             (switch.id, port): endpoint
             for switch in self.switches

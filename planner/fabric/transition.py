@@ -1,4 +1,4 @@
-"""Change one set of cross-connects into another in stages, so that no pair or endpoint loses its light. Has no side
+"""Change one set of cross-connects into another in stages, so that pairs and endpoints keep their light. Has no side
 effects.
 
 A stage's removals come down before its additions go up. Cross-connects in both sets are never touched, and only
@@ -21,8 +21,8 @@ PointKind = Literal["start", "removed", "added"]
 
 @dataclass(frozen=True, slots=True)
 class TransitionProblem:
-    """The current and target cross-connects with limits. Of an endpoint's circuits before or after, whichever are
-    fewer, the share `min_fraction` stays up, rounded down."""
+    """The current and target cross-connects, with limits. The share `min_fraction` of an endpoint's circuits stays up,
+    rounded down. The share refers to its circuits before or after the transition, whichever are fewer."""
 
     cabling: Cabling
     current: frozenset[PortPair]
@@ -58,9 +58,9 @@ class Transition:
     """The stages of a transition and their side effects.
 
     `dark_pairs` have circuits before and after, but none at some point between; `thin_endpoints` are below their floor
-    at some point. No transition has fewer than `stages_at_least` stages, unless more pairs or endpoints suffer.
-    `fewest_suffer`: it is proven that no order makes fewer pairs dark, or, with as few dark pairs, fewer endpoints
-    thin."""
+    at some point. No transition has fewer than `stages_at_least` stages, unless more pairs go dark or more endpoints
+    become thin. `fewest_suffer` states whether it is proven that no order makes fewer pairs dark or, with as few dark
+    pairs, fewer endpoints thin."""
 
     stages: tuple[TransitionStage, ...]
     dark_pairs: tuple[Pair, ...]
@@ -71,7 +71,7 @@ class Transition:
 
 @dataclass(frozen=True, slots=True)
 class CircuitsUp:
-    """The circuits at one point, for the pairs and endpoints that have any before or after."""
+    """The number of circuits at one point, for each pair and endpoint that has circuits before or after."""
 
     stage: int
     kind: PointKind
@@ -80,8 +80,8 @@ class CircuitsUp:
 
 
 def transition(problem: TransitionProblem) -> Transition:
-    """Plan a transition with the fewest dark pairs and thin endpoints, then the fewest stages. This is proven for small
-    problems and nearly reached otherwise. The result is deterministic."""
+    """Plan a transition with the fewest dark pairs and thin endpoints, then the fewest stages. The result is provably
+    optimal for small problems and close to optimal otherwise. It is deterministic."""
     moves = moves_between(problem.cabling, problem.current, problem.target, problem.min_fraction)
     order, proven = fewest_missed(moves)
     spared = _not_to_count_on(moves, order)
@@ -90,8 +90,8 @@ def transition(problem: TransitionProblem) -> Transition:
 
 
 def _not_to_count_on(moves: TransitionMoves, order: RemovalOrder) -> frozenset[int]:
-    """Return the floors that another order of equal cost may miss: those that every order misses and, if other pairs or
-    endpoints are missed, all pairs or all endpoints."""
+    """Return the floors that another order of equal cost may miss: the floors that every order misses, all pairs if
+    `order` misses another pair, and all endpoints if it misses another endpoint."""
     hopeless = doomed(moves)
     chosen = {moves.floors[number].is_pair for number in order.missed - hopeless}
     return hopeless | {number for number, floor in enumerate(moves.floors) if floor.is_pair in chosen}
@@ -130,7 +130,7 @@ def _transition(
 
 
 def circuits_up(problem: TransitionProblem, planned: Transition) -> tuple[CircuitsUp, ...]:
-    """Return the circuits of pairs and endpoints at each point."""
+    """Return the number of circuits of each pair and endpoint at each point of the transition."""
     known = {*circuits(problem.cabling, problem.current), *circuits(problem.cabling, problem.target)}
     pairs = sorted(subject for subject in known if isinstance(subject, tuple))
     endpoints = sorted(subject for subject in known if isinstance(subject, str))
@@ -143,8 +143,8 @@ def circuits_up(problem: TransitionProblem, planned: Transition) -> tuple[Circui
 def _counted(
     problem: TransitionProblem, stages: tuple[TransitionStage, ...]
 ) -> Iterator[tuple[int, PointKind, Counter[Subject], Iterable[Subject]]]:
-    """Yield each point with its counts (one object, updated in place) and the subjects that have fewer circuits than
-    before."""
+    """Yield each point with its circuit counts (one object, updated in place) and the subjects that have fewer circuits
+    than at the previous point."""
     up = Counter(circuits(problem.cabling, problem.current))
     yield 0, "start", up, ()
     for number, stage in enumerate(stages, start=1):

@@ -32,10 +32,10 @@ MOST_STAGE_VARIABLES = 12_000  # over all stage counts that are tried
 
 
 def fewest_missed(moves: TransitionMoves) -> tuple[RemovalOrder, bool]:
-    """Return an order that misses as few floors as possible, and whether that is proven.
+    """Return an order that misses as few floors as possible, and whether this is proven.
 
-    Pairs come before endpoints, so they are solved alone first. The number of dark pairs is then a bound that also
-    holds with endpoints, and an order that reaches it is the starting point for the endpoints."""
+    Pairs take precedence over endpoints, so they are first solved without endpoints. The resulting number of dark pairs
+    is a bound that also holds with endpoints, and an order that reaches it is the starting point for the endpoints."""
     hopeless = doomed(moves)
     pairs = moves.of_pairs_only()
     doomed_pairs = sum(moves.floors[number].is_pair for number in hopeless)
@@ -53,9 +53,9 @@ def fewest_missed(moves: TransitionMoves) -> tuple[RemovalOrder, bool]:
 def _fewest(moves: TransitionMoves, known: RemovalOrder, at_least: tuple[int, int]) -> tuple[RemovalOrder, bool]:
     """Return an order that is no worse than `known`, and whether it is proven; no order costs less than `at_least`.
 
-    Harmless removals come first, and removals that no floor waits for last; neither are part of the model. The rest
-    splits into parts that share no floor, port or addition. In each part, removals are assigned to as many rounds as
-    there are removals, which no order exceeds."""
+    Harmless removals come first, and removals that no floor waits for come last; neither are part of the model. The
+    remaining removals are split into parts that share no floor, port or addition. In each part, removals are assigned
+    to as many rounds as there are removals, which no order exceeds."""
     if known.cost(moves) == at_least:
         return known, True
     start = harmless(moves, doomed(moves))
@@ -74,7 +74,7 @@ def _fewest(moves: TransitionMoves, known: RemovalOrder, at_least: tuple[int, in
 
 
 def _parts(moves: TransitionMoves, start: TransitionReplay, undecided: set[int]) -> Iterator[list[int]]:
-    """Yield the open removals in independent groups, the smallest first."""
+    """Yield the undecided removals in independent groups, the smallest group first."""
     parent = list(range(len(moves.removals)))
 
     def root(removal: int) -> int:
@@ -163,8 +163,8 @@ def fewest_stages(
 ) -> tuple[list[int] | None, int]:
     """Find fewer stages than `known_count` without missing more pairs and endpoints than `cost`.
 
-    Returns the stage of each move from 0, removals first, or None if none was found; and a proven lower bound on the
-    stages. `known` is a transition to start from, in the same form."""
+    Returns the stage of each move, numbered from 0, removals first, or None if no such transition was found; and a
+    proven lower bound on the number of stages. `known` is a transition to start from, in the same form."""
     work, count, variables = STAGES_WORK, at_least, moves.count * at_least
     while count < known_count and variables <= MOST_STAGE_VARIABLES and work > 0:
         # Half of the remaining work, so that larger stage counts, which are easier, are tried too.
@@ -181,7 +181,7 @@ def fewest_stages(
 def _in_stages(
     moves: TransitionMoves, max_moves: int, cost: tuple[int, int], count: int, known: Sequence[int], work: float
 ) -> tuple[list[int] | None, float, bool]:
-    """Return a transition in `count` stages or None, the work used, and whether it is proven that there is none."""
+    """Return a transition in `count` stages (None if not found), the work used, and whether none is proven to exist."""
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()

@@ -1,9 +1,9 @@
-"""The moves of a transition: which removal frees the ports of which addition, and which circuits must stay lit. Has no
-side effects.
+"""The moves of a transition, the ports that each removal frees for additions, and the circuits that must stay lit. Has
+no side effects.
 
-A removal takes one circuit from its pair and from both endpoints; an addition gives each one. An addition waits for at
-most two removals, which hold its ports. Adding never harms: no other addition uses its ports, and no count falls.
-Therefore the order of the removals alone determines what can fail."""
+A removal takes one circuit from its pair and from both endpoints; an addition adds one circuit to each. An addition
+waits for at most two removals, which hold its ports. Adding never harms: no other addition uses its ports, and no count
+falls. Therefore the order of the removals alone determines what can fail."""
 
 import math
 from collections import defaultdict
@@ -17,7 +17,7 @@ Subject = Pair | EndpointId  # suffers if too few circuits are left
 
 @dataclass(frozen=True, slots=True)
 class CircuitFloor:
-    """A pair or an endpoint that may lose at most `room` circuits net of those that it gains meanwhile."""
+    """A pair or an endpoint whose circuits may at no point be fewer by more than `room` than before the transition."""
 
     of: Subject
     room: int
@@ -46,7 +46,7 @@ class TransitionMoves:
         return len(self.removals) + len(self.additions)
 
     def of_pairs_only(self) -> "TransitionMoves":
-        """Return the same moves without the floors of endpoints."""
+        """Return the same moves with the floors of pairs only."""
         return self.with_floors(tuple(floor for floor in self.floors if floor.is_pair))
 
     def with_floors(self, floors: tuple[CircuitFloor, ...]) -> "TransitionMoves":
@@ -61,8 +61,8 @@ class TransitionMoves:
 def lit_floors(
     cabling: Cabling, current: Iterable[PortPair], target: Iterable[PortPair], min_fraction: float
 ) -> dict[Subject, int]:
-    """Return the minimum of circuits that each pair and endpoint keeps at every point; subjects with minimum 0 are left
-    out."""
+    """Return the minimum number of circuits that each pair and endpoint keeps at every point. Subjects with a minimum
+    of 0 are omitted."""
     before, after = circuits(cabling, current), circuits(cabling, target)
     floors: dict[Subject, int] = {}
     for subject in before.keys() & after.keys():
@@ -73,14 +73,14 @@ def lit_floors(
 
 
 def _share(fraction: float, of: int) -> int:
-    """Return the share rounded down, correcting float errors: 0.29 of 100 is 29, although the product is slightly
-    less."""
+    """Return the share rounded down, correcting for rounding errors: 0.29 of 100 is 29, although the floating-point
+    product is slightly less."""
     return math.floor(fraction * of * (1 + 4 * math.ulp(1.0)))
 
 
 def circuits(cabling: Cabling, cross_connects: Iterable[PortPair]) -> dict[Subject, int]:
-    """Return the circuits of each pair and endpoint. Raises ValueError if a cross-connect does not connect two
-    endpoints."""
+    """Return the number of circuits of each pair and endpoint. Raises ValueError if a cross-connect does not connect
+    two endpoints."""
     counts: dict[Subject, int] = defaultdict(int)
     for cross_connect in cross_connects:
         for subject in subjects(cabling, cross_connect):
@@ -121,7 +121,8 @@ def _floors(
     additions: tuple[PortPair, ...],
     fewest: Mapping[Subject, int],
 ) -> Iterator[CircuitFloor]:
-    """Yield floors, pairs first, both sorted. Subjects that could lose all their removals at once are left out."""
+    """Yield the floors of pairs, then those of endpoints, each sorted. Subjects that could lose all their removals at
+    once are omitted."""
     before = circuits(cabling, current)
     down, up = _by_subject(cabling, removals), _by_subject(cabling, additions)
     for subject in sorted(fewest, key=lambda subject: (isinstance(subject, str), subject)):

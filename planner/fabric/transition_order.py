@@ -1,8 +1,8 @@
 """Order the removals of cross-connects so that as few pairs and endpoints as possible fall below their floors. Has no
 side effects.
 
-The number of moves per stage does not matter here: any stages can be serialised into single removals, with every
-addition up as soon as its ports are free, and no point of that order is worse than the stages were."""
+The number of moves per stage does not matter for the order: any stages can be serialised into single removals, with
+every addition up as soon as its ports are free, and no point of that order is worse than the stages were."""
 
 import heapq
 import random
@@ -17,20 +17,20 @@ TRIES_STEPS = 60_000  # removals ordered in total during the search for a cheape
 
 @dataclass(frozen=True, slots=True)
 class RemovalOrder:
-    """All removals in order, and the floors missed on the way."""
+    """An order of all removals, and the floors that it misses at some point."""
 
     removals: tuple[int, ...]
     missed: frozenset[int]
 
     def cost(self, moves: TransitionMoves) -> tuple[int, int]:
-        """Return the number of pairs that go dark and of endpoints that become thin, which are minimised in this
-        order."""
+        """Return the number of pairs that go dark and the number of endpoints that become thin; the first takes
+        precedence in minimisation."""
         pairs = sum(moves.floors[floor].is_pair for floor in self.missed)
         return pairs, len(self.missed) - pairs
 
 
 class TransitionReplay:
-    """The state after some removals, each followed by the additions that it enables."""
+    """The state of a transition after some removals, each followed by the additions that it enables."""
 
     def __init__(self, moves: TransitionMoves) -> None:
         self.moves = moves
@@ -66,11 +66,11 @@ class TransitionReplay:
             self.room[floor] += 1
 
     def opens(self, removal: int) -> list[int]:
-        """Return the additions that would go up at once."""
+        """Return the additions that could go up immediately after the removal."""
         return [addition for addition in self.moves.opens[removal] if self.waiting[addition] == 1]
 
     def loses(self, removal: int) -> list[int]:
-        """Return the floors whose room would shrink, among those that may still be missed."""
+        """Return the floors whose room the removal would reduce, among the floors that may still be missed."""
         given = {floor for addition in self.opens(removal) for floor in self.moves.addition_floors[addition]}
         return [
             floor
@@ -105,16 +105,17 @@ def doomed(moves: TransitionMoves) -> frozenset[int]:
 
 
 def harmless(moves: TransitionMoves, abandoned: frozenset[int]) -> TransitionReplay:
-    """Apply removals while one leaves every floor at least as much room as before; no order gets worse by beginning
-    with them. (Counts are supermodular in the set of removals: an early removal enables additions no later.)"""
+    """Apply removals as long as there is one that leaves every floor at least as much room as before. No order gets
+    worse by beginning with such removals. (Counts are supermodular in the set of removals: an early removal enables
+    additions no later.)"""
     return _Walk(moves, abandoned, range(len(moves.removals))).run(harmless_only=True)
 
 
 def postponed(moves: TransitionMoves, start: TransitionReplay) -> list[int]:
     """Return the removals that may come last, in this order, after all others.
 
-    They enable no addition of a floor that may still be missed. Without them, fewer floors may be missed, so the rule
-    is applied repeatedly."""
+    These removals enable no addition of a floor that may still be missed. Without them, fewer floors may be missed, so
+    the rule is applied repeatedly."""
     left, late = list(start.left), list[int]()
     pending = [removal for removal, down in enumerate(start.is_down) if not down]
     while True:
@@ -140,18 +141,18 @@ def short_order(
 ) -> RemovalOrder:
     """Find a good order quickly, by following chains of ports as far as possible.
 
-    It ignores the floors `abandoned`. Ties are resolved by the order of removals in `turn`."""
+    The floors in `abandoned` are ignored. Ties are resolved by the order of removals in `turn`."""
     return _Walk(moves, doomed(moves) | abandoned, turn or range(len(moves.removals))).run().order()
 
 
 def kept_order(moves: TransitionMoves, known: RemovalOrder) -> RemovalOrder:
-    """Follow the order of `known` as far as the floors allow, ignoring the floors that it misses."""
+    """Return an order that follows `known` as far as the floors allow, ignoring the floors that `known` misses."""
     return _Walk(moves, doomed(moves) | known.missed, known.removals, strict=True).run().order()
 
 
 def tried_again(moves: TransitionMoves, best: RemovalOrder, at_least: tuple[int, int]) -> RemovalOrder:
-    """Search many random orders for a better one: with all floors, and ignoring all but one of the floors that the best
-    one misses. Stops at the cost `at_least`."""
+    """Search many random orders for a better order than `best`: with all floors, and ignoring all but one of the floors
+    that `best` misses. Stops when the cost `at_least` is reached."""
     hopeless, numbers = doomed(moves), list(range(len(moves.removals)))
     draw, steps = random.Random(0), 0
     while best.cost(moves) > at_least and steps < TRIES_STEPS:
@@ -245,7 +246,7 @@ class _Walk:
                 self._push(removal)
 
     def _abandon_floors(self) -> None:
-        """Abandon the fewest floors that let a removal pass; among equals, the floors that let most removals pass."""
+        """Abandon the fewest floors that permit a removal; among equals, the floors that permit the most removals."""
         barred = {
             removal: frozenset(self._barred(removal)) for removal, down in enumerate(self._replay.is_down) if not down
         }

@@ -5,8 +5,8 @@ The time until packets may use a change is measured per switch: a device's own d
 receivers lock to the light, links are debounced, and routes follow (section 2.3 of the paper). Until there are enough
 measurements, the stated delay plus an allowance is used.
 
-Section 5.3 of the paper. Times are in the clock of the deciding host, except in `ReportedQuiet`, whose host has its
-own."""
+Section 5.3 of the paper. Times are in the clock of the deciding host, except in `ReportedQuiet`, which uses the clock
+of the reporting host."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,7 +43,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class ReportedQuiet:
-    """A rank's prediction, reported at `reported_s` of its host's clock."""
+    """A rank's prediction of quiet time, reported at `reported_s` in its host's clock."""
 
     host: str
     reported_s: float
@@ -54,8 +54,8 @@ class ReportedQuiet:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A time in which all ranks are quiet. `limiting`: the rank whose prediction ends first. `risk`: upper bound on the
-    probability that a rank breaks it."""
+    """A time in which all ranks are quiet. `limiting` names the rank whose prediction ends first. `risk` is an upper
+    bound on the probability that some rank communicates before the window ends."""
 
     opened_s: float
     until_s: float
@@ -89,8 +89,8 @@ class CommitNeed:
 
 
 def intersect(reports: Iterable[ReportedQuiet], now_s: float) -> Window | Hold:
-    """Return the window that all ranks share; it may not be open yet, or be over. A Hold names the host whose report
-    cannot be used."""
+    """Return the window in which all ranks are quiet, which may open later or be over already. Return a Hold if there
+    are no reports, or one cannot be used; the Hold names its host."""
     opened_s, until_s, limiting, risk = -inf, inf, "", 0.0
     for each in reports:
         if each.clock is None:
@@ -112,8 +112,9 @@ def may_commit(
 ) -> Verdict:
     """Decide whether circuits may change now.
 
-    `boundary`: a gap between two deployments (Gen), or before an announced weight sync begins; Train needs none.
-    `window` None means that no rank sends until the circuits are reported ready, which never applies to Train."""
+    `boundary` states whether the stage is at a point where circuits may change: between two deployments (Gen), or
+    before an announced weight sync begins. Train ignores `boundary`. If `window` is None, no rank sends until the
+    circuits are reported ready, which never applies to Train."""
     if stage is not Stage.TRAIN and not boundary:
         when = "between two deployments" if stage is Stage.GEN else "once the broadcast is announced, before it begins"
         return Hold(NO_BOUNDARY, f"{stage.value}: circuits change only {when}")
@@ -137,8 +138,8 @@ def may_commit(
 
 
 def common_quiet(ranks: Iterable[Sequence[Interval]]) -> list[Interval]:
-    """Return when all ranks are quiet, while all are recorded: from the first to the last of each rank's busy
-    intervals, which may overlap and be in any order."""
+    """Return the intervals in which all ranks are quiet, given the busy intervals of each rank, which may overlap and
+    be in any order. Only the time in which all ranks are recorded counts: from the first to the last busy interval."""
     busy: list[Interval] = []
     for each in ranks:
         busy += [*each, (-inf, min(start_s for start_s, _ in each)), (max(end_s for _, end_s in each), inf)]
@@ -157,7 +158,7 @@ def _ms(value_s: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SwitchTimes:
-    """The measured times of one switch's part of a commit."""
+    """The measured times of one commit at one switch."""
 
     switch: OcsId
     control_s: float
@@ -171,8 +172,8 @@ class SwitchTimes:
 
 @dataclass(slots=True)
 class CommitTimes:
-    """Expected times of commits, from measurements. `stated_s`: each switch's delay by its data sheet. `route_s`: for
-    routes without measurements."""
+    """The expected times of commits, from measurements. `stated_s` is each switch's delay by its data sheet; `route_s`
+    is the time assumed for routes until there are measurements."""
 
     stated_s: Mapping[OcsId, float]
     route_s: float = ROUTE_S
@@ -180,7 +181,8 @@ class CommitTimes:
     _unfit: Counter[OcsId] = field(default_factory=Counter)  # periods without a fitting window since the last commit
 
     def measured(self, took: SwitchTimes) -> None:
-        """Record one commit: decision to command at the switch, to link up, to routes that use it."""
+        """Record the times of one commit: until the command is at the switch, the link is up, and routes use the
+        link."""
         for part, value_s in took.parts.items():
             if not value_s >= 0:
                 raise ValueError(f"times of a commit must be >= 0, got {value_s} on {took.switch}")
@@ -188,17 +190,17 @@ class CommitTimes:
         self._unfit.pop(took.switch, None)
 
     def unfit(self, switches: Iterable[OcsId]) -> None:
-        """Record that no window was as long as these switches need. Only a commit measures the time, so a single slow
-        measurement could prevent all later commits. With few measurements the expectation therefore shrinks each time,
-        but never below the fastest measurement or the unmeasured default."""
+        """Record that no window was as long as these switches need. Times are measured only by commits, so a single
+        slow measurement could prevent all later commits. While there are few measurements, each call therefore lowers
+        the expected time, but never below the fastest measurement or the unmeasured default."""
         self._unfit.update(set(switches))
 
     def samples(self, switch: OcsId) -> int:
         return len(self._measured.get((switch, "device_s"), ()))
 
     def need(self, switches: Iterable[OcsId], margin_s: float) -> CommitNeed:
-        """Return the expected times of changing all these switches concurrently: per part, that of the slowest
-        switch."""
+        """Return the expected times of changing all these switches concurrently. Each part takes as long as on the
+        slowest switch."""
         slowest = dict.fromkeys(("device_s", "route_s", "control_s"), 0.0)
         for switch in set(switches):
             stated_s = self.stated_s.get(switch, 0.0) * DEVICE_FACTOR + LINK_UP_S

@@ -1,4 +1,5 @@
-"""Decide one tick of the fast loop: snapshot -> workers -> moves -> verdict. Has no side effects.
+"""Decide one tick of the fast loop: select the workers of a snapshot, choose moves, and decide whether to make them.
+Has no side effects.
 
 `balanced_workers` selects the engines that take part; `decide_balance` chooses the moves and whether to make them.
 The daemon and the simulator call the same functions. If the step times of all engines are known, moves are chosen by
@@ -47,7 +48,7 @@ PREEMPTION_RISK = 0.1  # accepted probability, by the length forecast, that a mo
 
 
 class BalanceSettings(Protocol):
-    """The section `fast` of the configuration, whose schema documents the fields."""
+    """The section `fast` of the configuration. The configuration schema documents the fields."""
 
     policy: FastPolicy
     tolerance: float
@@ -113,9 +114,9 @@ class BalanceDecision:
 def balanced_workers(snapshot: Snapshot, settings: BalanceSettings, headroom: bool = True) -> tuple[Worker, ...]:
     """Return the healthy engines with fresh reports that are not draining or outdated, each with its requests.
 
-    An engine without fresh reports is left out, so that one dead node does not stop the others. With `headroom`, free
-    KV is reduced by `headroom_tokens` per running request, as reserve for its growth. A rate of 0 during the first
-    `stall_grace_s` of a step counts as unknown, because the engine is still prefilling.
+    An engine without fresh reports is omitted, so that a failed node does not prevent balancing of the other engines.
+    With `headroom`, free KV is reduced by `headroom_tokens` per running request, as a reserve for its growth. A rate of
+    0 during the first `stall_grace_s` of a step counts as unknown, because the engine is still prefilling.
     """
     queues: dict[EngineId, tuple[list[RequestView], list[RequestView]]] = {
         engine.id: ([], []) for engine in snapshot.engines if _usable(engine, settings)
@@ -155,9 +156,9 @@ def staying(workers: Sequence[Worker]) -> frozenset[RequestId]:
     """Return the running requests that have no reason to leave their engine.
 
     Moving a waiting request costs nothing, but moving a running request costs a prefill. A running request therefore
-    leaves only an engine that has waiting requests, is stalled or is crowded: it has at least CROWDED_RATIO times the
-    requests that the emptiest engine would have after the move. Otherwise small errors in measured rates would move
-    requests back and forth.
+    leaves only an engine that has waiting requests, is stalled or is crowded. A crowded engine has at least
+    CROWDED_RATIO times as many requests as the emptiest engine would have after the move. Otherwise small errors in
+    measured rates would move requests back and forth.
     """
     fewest = min((len(worker.requests) for worker in workers), default=0)
     return frozenset(
@@ -220,7 +221,7 @@ def _sources(used: Snapshot, step_times: Mapping[EngineId, StepTimeEstimates]) -
 def _judge(
     used: Snapshot, settings: BalanceSettings, situation: BalanceSituation, balance: Balance, packing: Packing | None
 ) -> Verdict:
-    """Return the verdict for a snapshot of the usable engines.
+    """Return whether to make the moves, given a snapshot of the usable engines.
 
     Codes of Hold, in the order of the checks: nothing_to_do, stale_telemetry, moves_open, awaiting_telemetry,
     planning, no_policy, no_gain | within_theta | no_feasible_move, advise_only. Codes of Act: pack | spread.
@@ -259,7 +260,7 @@ def _stale(snapshot: Snapshot, settings: BalanceSettings) -> Hold | None:
 
 
 def _unsettled(snapshot: Snapshot, situation: BalanceSituation) -> Hold | None:
-    """Return a Hold until earlier moves have ended and their effect has been reported."""
+    """Return a Hold if earlier moves have not ended or their effect has not been reported yet; otherwise None."""
     if situation.moves_open:
         return Hold("moves_open", f"{situation.moves_open} earlier operations have no result yet")
     oldest_s = snapshot.now_s - (snapshot.inputs_age_s or 0.0)
@@ -319,7 +320,8 @@ def _slowed(configuration: Configuration, times: float) -> Configuration:
 
 
 def _slowdowns(workers: Sequence[Worker], configurations: Mapping[EngineId, Configuration]) -> dict[EngineId, float]:
-    """Return the slowdown factors of engines whose step times exceed their configurations' far more than the median."""
+    """Return the slowdown factors of the slow engines. An engine is slow if its ratio of measured to configured step
+    time is far above the median ratio."""
     ratios = {}
     for worker in workers:
         kv_tokens = sum(request.context_tokens for request in worker.running)

@@ -24,10 +24,10 @@ MOST_LOOKED_AT = 48
 
 
 class LengthDistributions(Protocol):
-    """Samples of how many tokens requests may still generate (planner/workload/remaining_tokens.py)."""
+    """Samples of the number of tokens that requests still generate (see planner/workload/remaining_tokens.py)."""
 
     def of(self, requests: Sequence[RequestView]) -> Sequence[Sequence[int]]:
-        """Return the remaining tokens as [request][scenario], each at least 1."""
+        """Return, for each request, its remaining tokens in each scenario, at least 1."""
 
 
 class ForecastKvHeadroom:
@@ -49,8 +49,8 @@ class ForecastKvHeadroom:
     def fits(self, request: RequestId, source: EngineId, destination: EngineId) -> bool:
         """Return whether the destination can take the request without a preemption.
 
-        A waiting request may also move to an engine that will preempt requests even without it, because it can wait
-        there as well.
+        The result is also True for a waiting request if the destination will preempt requests even without it, because
+        the request can wait on either engine.
         """
         held = self._of(destination)
         stay = self._stays_on(source)[request]
@@ -89,7 +89,7 @@ class _Stay(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """One request in one scenario. Sorts by `until_tokens`."""
+    """One request in one scenario. Instances are ordered by `until_tokens`."""
 
     until_tokens: int  # iterations until the request has certainly ended
     context_tokens: int
@@ -122,7 +122,7 @@ class _Held:
 
     @property
     def _spare(self) -> int:
-        """The number of scenarios in which the KV may overflow."""
+        """The number of scenarios in which the KV cache is allowed to overflow."""
         return int(self._risk * len(self._distributions))
 
     def takes(self, stay: _Stay) -> bool:
@@ -166,7 +166,7 @@ def _punctual(held: Sequence[_Part]) -> list[_Part]:
 def _overflows(held: Sequence[_Part], kv_tokens: int) -> bool:
     """Return whether requests that grow together exceed `kv_tokens` at the end of any of them.
 
-    `held` is ascending by end; the longest requests are examined first.
+    `held` is sorted by the end of the requests, ascending; the longest requests are examined first.
     """
     tokens = 0
     for count, (until_tokens, context_tokens, _) in enumerate(reversed(held), start=1):

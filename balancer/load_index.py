@@ -40,7 +40,7 @@ class Worker:
 
     @property
     def stalled(self) -> bool:
-        """True if the worker has running requests and decodes no tokens. An idle worker is not stalled."""
+        """True if the worker has running requests but decodes no tokens. An idle worker is not stalled."""
         return self.decode_tokens_per_s == 0 and len(self.running) > 0
 
 
@@ -55,8 +55,9 @@ def concurrency_cap(
 ) -> int:
     """Return how many sequences a worker can run at once, given its free KV; at least 1.
 
-    `context_tokens` is the sum over its `requests`. `fleet` holds the number of requests and their context tokens over
-    all workers; their mean is used for a worker without requests. All values are integers, so that the floor is exact.
+    `context_tokens` is the total context of its `requests`. `fleet` has the number of requests of all workers and the
+    total of their context tokens; the mean context of the fleet is used for a worker without requests. All values are
+    integers, so that the floor is exact.
     """
     if not requests:
         requests, context_tokens = fleet
@@ -69,7 +70,7 @@ def concurrency_cap(
 
 
 def load_index(requests: int, cap: int, tokens_per_s: float) -> float:
-    """Return the load index (equation 5) in seconds per token and slot; 0 without requests.
+    """Return the load index (equation 5) in seconds per token and slot; 0 if there are no requests.
 
     The result is clamped to the largest finite float for rates close to 0.
     """

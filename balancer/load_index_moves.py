@@ -1,7 +1,8 @@
 """Choose moves by the load index, so that no worker straggles (section 4.2 of the paper). Has no side effects.
 
 Requests move from the most congested worker to the least congested worker with enough free KV, for as long as the
-spread of load indices exceeds theta. Waiting requests move before running ones, short contexts first. Ids break ties.
+spread of load indices exceeds theta. Waiting requests move before running requests, short contexts first. Ids break
+ties.
 """
 
 from bisect import bisect_left
@@ -24,7 +25,8 @@ MAX_MOVES = "max_moves"
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """Ordered moves, with the load indices before and after them. An index or spread is None if a worker is stalled."""
+    """The moves of one tick, in order, with the load indices before and after them. An index is None if its worker is
+    stalled; a spread is None if any worker is stalled."""
 
     load_before: Mapping[EngineId, float | None]
     load_after: Mapping[EngineId, float | None]
@@ -45,10 +47,10 @@ def decide(
 ) -> Balance:
     """Return the moves of one tick that reduce the spread of load indices to `theta`.
 
-    The remaining parameters are for the live loop. At most `max_moves` moves are returned. Requests in `excluded` are
-    not moved. With `forget_stuck`, a stalled worker without a possible move is ignored, so that the others are still
-    balanced. Moves must fit in `room`, in addition to the rule's own check of free KV. Raises ValueError if `theta` is
-    negative or NaN.
+    The keyword parameters are for the live loop. At most `max_moves` moves are returned. Requests in `excluded` are not
+    moved. With `forget_stuck`, a stalled worker without a possible move is ignored, so that all other workers are still
+    balanced. Moves must satisfy the limits `room`, in addition to the rule's own check of free KV. Raises ValueError if
+    `theta` is negative or NaN.
     """
     if not theta >= 0:
         raise ValueError(f"theta must be >= 0, got {theta}")
@@ -80,7 +82,7 @@ def decide(
 
 
 def balance_of(workers: Sequence[Worker], moves: Sequence[RequestMove], stopped_because: str) -> Balance:
-    """Return moves chosen by another policy, with the load indices before and after them."""
+    """Return the given moves, which another policy chose, with the load indices before and after them."""
     fleet = _Fleet(workers, frozenset(), None)
     load_before, spread_before = fleet.load_indices(), fleet.spread
     fleet.carry_out_all(moves)
@@ -101,7 +103,7 @@ _Departure = tuple[int, RequestId, RequestState]
 
 
 class _Load:
-    """One worker while moves are being chosen."""
+    """The state of one worker while moves are being chosen."""
 
     def __init__(
         self, position: int, worker: Worker, contexts: list[int], tokens_per_s: float, fleet: tuple[int, int]
@@ -120,7 +122,7 @@ class _Load:
         self.become(self._holding(len(worker.running), len(contexts), sum(contexts), worker.kv_free_tokens))
 
     def become(self, holding: _Holding) -> None:
-        """Set the worker's state to the load after a move."""
+        """Set the worker's state to `holding`, its load after a move."""
         self.running, self.requests, self.context_tokens, self.kv_free_tokens, self.cap, self.load_index = holding
         self.entry = self.load_index, self.position  # sorts by congestion
         # Bounds on arriving contexts, in tokens. A context longer than `room` does not fit. One longer than `relief`
@@ -135,7 +137,7 @@ class _Load:
         return running, requests, context_tokens, kv_free_tokens, cap, load_index(requests, cap, self._tokens_per_s)
 
     def without(self, departure: _Departure) -> _Holding:
-        """Return the load after a request has left. A running request frees its KV."""
+        """Return the load after the request has left. A running request frees its KV."""
         tokens, _, state = departure
         requests, context_tokens = self.requests - 1, self.context_tokens - tokens
         if state is RequestState.RUNNING:
@@ -155,8 +157,8 @@ class _Load:
     def having(self, tokens: int) -> _Holding | None:
         """Return the load after a request of `tokens` context tokens has arrived.
 
-        Return None if the context does not fit or if the present requests would lose concurrency. A longer context
-        gives a smaller cap and a higher index, so each result also updates the bounds for other contexts.
+        Return None if the context does not fit, or if it would reduce the concurrency of the present requests. A longer
+        context gives a smaller cap and a higher index, so each result also updates the bounds for other contexts.
         """
         if tokens > self.room:
             return None
@@ -199,7 +201,7 @@ class _Fleet:
         heapify(self._sources)
 
     def load_indices(self) -> dict[EngineId, float | None]:
-        """Return the load index by worker, in the order of the given workers; None if stalled."""
+        """Return the load index of each worker, in the order of the given workers; None for stalled workers."""
         indices = {load.worker.id: _reported(load.load_index) for load in self._loads}
         return {worker: indices[worker] for worker in self._output_order}
 
@@ -227,7 +229,7 @@ class _Fleet:
         return None
 
     def set_aside(self, load: _Load, forget: bool) -> None:
-        """Stop moving requests from this worker. With `forget`, also exclude it from the spread."""
+        """Stop moving requests away from this worker. With `forget`, also exclude it from the spread."""
         load.set_aside = True
         if forget:
             self._remove(load)
@@ -281,7 +283,7 @@ class _Fleet:
     def _move_to_extreme(self, source: _Load, spread: float, rest: "_Rest") -> _Found | None:
         """Return the first feasible move of a source that does not determine the spread.
 
-        Only a move that changes the lowest or the highest worker can lower the spread then.
+        For such a source, only a move that changes the index of the lowest or the highest worker can lower the spread.
         """
         extremes = [place for place in rest.extremes if rest.least_spread(place) < spread]
         windows = [rest.window(self._loads[place]) for place in extremes]
@@ -303,7 +305,8 @@ class _Fleet:
     def _among(
         self, source: _Load, places: Sequence[int], departure: _Departure, left: _Holding, spread: float, rest: "_Rest"
     ) -> tuple[_Load, _Holding] | None:
-        """Return the first worker of `places` (without the source) to which the move lowers the spread."""
+        """Return the first worker of `places`, except the source, for which the move lowers the spread, with its
+        load."""
         for destination in map(self._loads.__getitem__, places):
             arrived = destination.having(departure[0])
             if (
@@ -377,8 +380,8 @@ class _Fleet:
 class _Rest:
     """The two lowest and the two highest load indices of the workers other than the source.
 
-    They give the spread after a move without a search. Only a move to one of the `extremes` changes the range of these
-    workers: after any other move it still reaches from the lowest to the highest.
+    These four indices give the spread after a move without a search. Only a move to one of the `extremes` changes the
+    range of the other workers' indices; after any other move, the range is still from the lowest to the highest.
     """
 
     __slots__ = ("_highest", "_lowest", "_second_high", "_second_low", "high", "low")
@@ -399,13 +402,13 @@ class _Rest:
 
     @property
     def extremes(self) -> list[int]:
-        """The positions of the lowest and the highest worker, without duplicates; empty if there are none."""
+        """The positions of the lowest and the highest worker, without duplicates; empty if there is no other worker."""
         return [place for place in dict.fromkeys((self._lowest, self._highest)) if place != NO_WORKER]
 
     def window(self, extreme: _Load) -> tuple[int, int]:
         """Return the range (low, high] of contexts with which a move to `extreme` can lower the spread, in tokens.
 
-        The spread falls only if the highest index falls or the lowest rises.
+        The spread falls only if the highest index falls or the lowest index rises.
         """
         if self._lowest == self._highest:
             return -1, extreme.room
@@ -423,7 +426,7 @@ class _Rest:
         return (high if high > left else left) - (low if low < left else left)
 
     def spread_with(self, destination: int, left: float, arrived: float) -> float:
-        """Return the spread after the source's index becomes `left` and the destination's `arrived`."""
+        """Return the spread after the source's index becomes `left` and the destination's index becomes `arrived`."""
         high = self._second_high if destination == self._highest else self.high
         low = self._second_low if destination == self._lowest else self.low
         more, less = (left, arrived) if left > arrived else (arrived, left)

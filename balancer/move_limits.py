@@ -9,17 +9,18 @@ from planner.model import EngineId, RequestId, Snapshot
 
 
 class LastMoves:
-    """The times of the latest moves by request. Empty after a restart: a request may then move once too early."""
+    """The time of the latest move of each request. After a restart, no times are stored, so a request may move once too
+    early."""
 
     def __init__(self) -> None:
         self._moved_s: dict[RequestId, float] = {}
 
     def moved(self, at_s: float, requests: Iterable[RequestId]) -> None:
-        """Record moves carried out at `at_s`."""
+        """Record that the requests were moved at `at_s`."""
         self._moved_s.update(dict.fromkeys(requests, at_s))
 
     def within(self, rest_s: float, now_s: float) -> Mapping[RequestId, float]:
-        """Return the moves of the last `rest_s` seconds, and drop older ones."""
+        """Return the times of the moves in the last `rest_s` seconds, by request, and drop older moves."""
         self._moved_s = {request: at_s for request, at_s in self._moved_s.items() if now_s - at_s < rest_s}
         return self._moved_s
 
@@ -41,8 +42,8 @@ def resting(
 class MoveLimits:
     """Limits the moves of a tick: at most `max_to_engine` running requests per destination, within its KV headroom.
 
-    With `keep_last`, the only request of an engine that is not stalled does not move to an empty engine while it runs:
-    the move would only change which of the two engines is idle.
+    With `keep_last`, a running request that is alone on an engine does not move to an empty engine unless its engine is
+    stalled: the move would only change which of the two engines is idle.
     """
 
     def __init__(

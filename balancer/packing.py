@@ -1,12 +1,12 @@
 """Choose moves that make the last engine finish earlier, given expected remaining lengths. Has no side effects.
 
-This is an alternative to the paper's rule (load_index_moves.py).
-An engine whose iterations take `alpha + beta*sequences + gamma*kv_tokens` and that runs all its requests at once ends
-after `alpha * longest + sum(beta*r + gamma*(c*r + r*r/2))`, with context c and remaining tokens r of each request.
-Every engine with a long request pays `alpha * longest`, so long requests belong together, on engines with few others.
-The remaining length is the mean of the distribution of all outputs, given the tokens that a request has generated.
-Requests of equal age have equal expected lengths and are spread evenly. If the distribution has a heavy tail, older
-requests have more tokens left. They are packed on engines that give away younger and waiting requests.
+This is an alternative to the paper's rule (load_index_moves.py). An engine whose iterations take `alpha +
+beta*sequences + gamma*kv_tokens` and that runs all its requests at once ends after `alpha * longest + sum(beta*r +
+gamma*(c*r + r*r/2))`, with context c and remaining tokens r of each request. Every engine with a long request pays
+`alpha * longest`, so long requests belong together, on engines with few other requests. The remaining length is the
+mean of the distribution of all outputs, given the tokens that a request has generated. Requests of equal age have equal
+expected lengths and are spread evenly. If the distribution has a heavy tail, older requests have more tokens left.
+These requests are packed on engines from which younger and waiting requests are moved away.
 """
 
 from bisect import insort
@@ -32,7 +32,8 @@ MIN_GAIN_SHARE = 0.001  # share of the time until the end that each move must ga
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Ordered moves, with the expected finish of each engine before and after them, in seconds from now."""
+    """The moves of one tick, in order, with each engine's expected finish before and after them, in seconds from
+    now."""
 
     ends_before_s: dict[EngineId, float]
     ends_after_s: dict[EngineId, float]
@@ -59,7 +60,7 @@ def pack(
     move_fixed_s: float = 0.0,
     room: MoveLimits | None = None,
 ) -> Packing:
-    """Return the moves of one tick.
+    """Return the moves of one tick that make the engines that finish last finish earlier.
 
     `configurations` has each engine's step times, KV capacity and slots. `remaining_tokens` has the number of tokens
     that each request is expected to generate. Requests in `stuck` are not moved, and no request moves twice.
@@ -103,7 +104,7 @@ _by_end = attrgetter("end_s", "id")  # of a `_Load`
 def _best_move(
     source: "_Load", ascending: Sequence["_Load"], tolerance: float, room: MoveLimits | None
 ) -> "tuple[RequestView, _Load] | None":
-    """Return the request and the destination for which both engines finish earliest; None if no move helps."""
+    """Return the request and the destination with which both engines finish earliest; None if no move helps."""
     best: tuple[float, RequestView, _Load] | None = None
     early_s, limit_s = source.end_s * (1 - tolerance), source.end_s * (1 - MIN_GAIN_SHARE)
     destinations = [load for load in ascending[: DESTINATIONS + 1] if load is not source and load.end_s < early_s]
@@ -123,7 +124,7 @@ def _best_move(
 class _Load:
     """The requests of one engine while moves are being chosen, with its predicted finish.
 
-    Raises ValueError for remaining tokens that are not finite and above 0.
+    Raises ValueError if the remaining tokens of a request are not finite and > 0.
     """
 
     def __init__(
@@ -208,7 +209,7 @@ class _Load:
         return self._end_s(self._with(request), max(self._iterations_here(request), longest))
 
     def _iterations_here(self, request: RequestView) -> float:
-        """Return the iterations of this engine until a request that moves here has ended."""
+        """Return the number of iterations of this engine until a request that moves to it has ended."""
         missed = self._missed if request.state is RequestState.RUNNING else 0.0
         return self._left(request) + missed
 
@@ -237,7 +238,7 @@ class _Load:
         return _Held(work_s, kv_area, left, tokens, int(runs), tokens / left if runs else 0.0, 0.0)
 
     def _without(self, request: RequestView) -> "_Held":
-        """Return the totals without one request. `longest_waiting` is kept, which underestimates the gain."""
+        """Return the totals without the request. `longest_waiting` does not change, which underestimates the gain."""
         return _Held(*map(sub, self._held, self._part(request, request.state is RequestState.RUNNING)))
 
     def _with(self, request: RequestView) -> "_Held":

@@ -1,4 +1,5 @@
-"""Choose KV transfer or recomputation for each move of a running request, and predict its seconds. Has no side effects.
+"""Choose KV transfer or recomputation for each move of a running request, and predict its duration. Has no side
+effects.
 
 The cost of a move has a part that grows with the context (prefill or transfer) and a fixed part: sending the order to
 the engines, finishing the destination's current step, and returning the first token. Profiles and link speeds give

@@ -65,8 +65,7 @@ class PacketRoute:
 
     @classmethod
     def of(cls, prefix: str, shares: Mapping[tuple[str, str], int]) -> Self:
-        """Build a route from the share of each (gateway, interface). Shares are integers > 0 and need not add up to
-        100."""
+        """Build a route from the share of each (gateway, interface). Shares may be any integers > 0."""
         common = math.gcd(*shares.values()) or 1
         return cls(prefix, tuple(NextHop(*way, shares[way] // common) for way in sorted(shares)))
 

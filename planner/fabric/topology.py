@@ -76,7 +76,7 @@ class Uplink:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server. NIC i is cabled to `tors[i]`. Consecutive GPUs share a NIC, equally many per NIC. NVLink connects all
+    """A server. NIC i is cabled to `tors[i]`. The GPUs are assigned to the NICs evenly, in order. NVLink connects all
     GPUs."""
 
     id: ServerId

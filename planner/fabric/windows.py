@@ -90,7 +90,7 @@ class CommitNeed:
 
 def intersect(reports: Iterable[ReportedQuiet], now_s: float) -> Window | Hold:
     """Return the window in which all ranks are quiet, which may open later or be over already. Return a Hold if there
-    are no reports, or one cannot be used; the Hold names its host."""
+    are no reports, or if a report cannot be used; in the latter case, it names the reporting host."""
     opened_s, until_s, limiting, risk = -inf, inf, "", 0.0
     for each in reports:
         if each.clock is None:

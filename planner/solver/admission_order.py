@@ -2,10 +2,10 @@
 
 Admission is strictly first come, first served.
 
-A request that waits for room blocks all requests behind it. The order is therefore that in which requests begin in a
-schedule without blocking, which starts the first fitting request whenever one ends. In that order, each request is
-admitted no later than in the schedule, because its predecessors begin and end no later either. A schedule reversed in
-time is again a schedule, so it can be compacted alternately from both ends.
+A request that waits for room blocks all requests behind it. The order is therefore taken from a schedule without
+blocking, which starts the first fitting request whenever a request ends. If requests are admitted in the order in which
+they begin in that schedule, each is admitted no later than in the schedule, because its predecessors begin and end no
+later either. A schedule reversed in time is again a schedule, so it can be compacted alternately from both ends.
 """
 
 import math
@@ -20,7 +20,10 @@ ENOUGH = 1.001  # sufficient ratio of the iterations to their lower bound
 
 
 def admit(remaining: Sequence[int], footprint: Sequence[int], capacity: int, slots: int) -> float:
-    """Return the iterations until the last request ends, admitted first come, first served; inf if one does not fit."""
+    """Return the number of iterations until the last request ends; inf if a request does not fit alone.
+
+    Requests are admitted first come, first served.
+    """
     if max(footprint) > capacity:
         return math.inf
     held = list(accumulate(footprint))
@@ -40,7 +43,7 @@ def admit_onwards(
     """Return the iteration at which the last of the `running` and of the waiting requests ends.
 
     `running` has (end iteration, footprint) of each running request; `remaining` and `footprint` describe the waiting
-    ones. `so_far` is the current iteration, the free tokens, and the latest end of all requests that have begun.
+    requests. `so_far` is the current iteration, the free tokens, and the latest end of all requests that have begun.
     """
     now, free, last = so_far
     heapify(running)
@@ -57,7 +60,7 @@ def admit_onwards(
 
 
 def least(remaining: Sequence[int], footprint: Sequence[int], capacity: int, slots: int) -> int:
-    """Return a lower bound of the iterations in any order."""
+    """Return a lower bound of the number of iterations in any order of admission."""
     area = sum(map(int.__mul__, remaining, footprint))
     return max(max(remaining), -(-area // capacity), -(-sum(remaining) // slots))
 
@@ -65,9 +68,9 @@ def least(remaining: Sequence[int], footprint: Sequence[int], capacity: int, slo
 def without_blocking(
     remaining: Sequence[int], footprint: Sequence[int], capacity: int, slots: int
 ) -> tuple[list[int], list[int]]:
-    """Return a schedule without blocking: request indices in the order of their begin, and the end iteration of each.
+    """Return a schedule without blocking: request indices in starting order, and the end iteration of each request.
 
-    The first waiting request that fits always begins. Each request must fit alone.
+    The first waiting request that fits starts as soon as it fits. Each request must fit alone.
     """
     count = len(remaining)
     never = capacity + 1
@@ -108,9 +111,9 @@ def without_blocking(
 def orders(
     remaining: Sequence[int], footprint: Sequence[int], capacity: int, slots: int
 ) -> Iterator[tuple[float, list[int]]]:
-    """Yield candidate orders as (iterations, request indices).
+    """Yield candidate orders of admission as (number of iterations, request indices).
 
-    Later orders rarely improve, so the caller decides when to stop. The requests must be sorted longest first.
+    Later orders are rarely better, so the caller decides when to stop. The requests must be sorted longest first.
     """
     by_area = sorted(range(len(remaining)), key=lambda place: (-remaining[place] * footprint[place], place))
     for start in (list(range(len(remaining))), by_area):

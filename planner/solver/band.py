@@ -18,7 +18,7 @@ def violation(columns: ProblemColumns, placement: FleetPlacement) -> float:
 
 
 def balanced(columns: ProblemColumns, placement: FleetPlacement, limit_s: float) -> FleetPlacement:
-    """Return a placement that violates the band less and finishes by `limit_s`, or the given one if none is found."""
+    """Return a placement that violates the band less and finishes by `limit_s`; `placement` if none is found."""
     before = violation(columns, placement)
     if not before > 0:
         return placement

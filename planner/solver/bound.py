@@ -4,7 +4,7 @@ An instance of configuration y with longest request L that ends by T has `T - sw
 of its requests. A request i of at most L takes at least the share `work(i) / (T - switch - alpha * r(i))` of it, and
 that share of its GPUs. If the cheapest shares of all requests add up to more GPUs than exist, T cannot be met. This is
 the dual of the linear program over (configuration, longest request) in closed form, so no solver is needed. If a T is
-refused, no choice of instances can meet it.
+refused, no choice of instances can finish by T.
 """
 
 import math
@@ -35,9 +35,10 @@ def lower_bound_s(columns: ProblemColumns) -> float:
 
 
 def highest_refused(refused: Callable[[float], bool], low_s: float, high_s: float, precision: float) -> float:
-    """Return the highest time between `low_s` and `high_s` for which `refused` is True, to the relative `precision`.
+    """Return the highest time between `low_s` and `high_s` for which `refused` returns True.
 
-    The time is found by bisection. `high_s` must not be refused; `low_s` is returned if no higher time is refused.
+    The time is found by bisection, to the relative `precision`. `high_s` must not be refused; `low_s` is returned if no
+    higher time is refused.
     """
     for _ in range(ROUNDS):
         if high_s - low_s <= precision * high_s:
@@ -129,8 +130,8 @@ def room_shares(columns: ProblemColumns, configuration: int, requests: Ints) -> 
     """Return arrays of each request's share of the KV room; shares of requests that run at once sum to at most 1.
 
     The first array is footprint over capacity. The second is the result of a dual feasible function (Fekete and
-    Schepers 2001), by which a request larger than half of the room takes all of it, for example. It is the one with
-    the largest total, and is left out if it is not larger than the first.
+    Schepers 2001), by which a request larger than half of the room takes all of it, for example. The function with the
+    largest total is chosen. The second array is omitted if its total is not larger than that of the first.
     """
     capacity = int(columns.capacity[configuration])
     footprint = columns.footprint[requests]

@@ -23,7 +23,7 @@ Seconds = NDArray[np.float64]
 
 
 class UnusableFleet(ValueError):
-    """Raised with the reason if a fleet cannot be proposed."""
+    """Raised if a fleet cannot be proposed; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +117,14 @@ def as_it_stands(fleet: LiveFleet) -> CandidateFleet:
 
 
 def longest(problem: MakespanProblem) -> Indices:
-    """Return the indices of the requests, longest first; equal lengths in input order."""
+    """Return the indices of the requests, longest first. Requests of equal length stay in input order."""
     return np.argsort(-problem.requests.remaining_tokens, kind="stable")
 
 
 def rebalanced(fleet: LiveFleet, order: Indices) -> CandidateFleet:
     """Return the current engines with requests placed in `order`, each on the engine that finishes it first.
 
-    The cost of its move is included, so that most requests stay where they are.
+    The cost of moving the request is included, so that most requests stay where they are.
     """
     requests, limits = fleet.problem.requests, fleet.limits
     remaining, context = requests.remaining_tokens[order], requests.context_tokens[order]
@@ -162,7 +162,7 @@ def rebalanced(fleet: LiveFleet, order: Indices) -> CandidateFleet:
 def longest_first(
     fleet: LiveFleet, order: Indices, configuration: Configuration, instances: Sequence[CurrentInstance]
 ) -> CandidateFleet:
-    """Return a fleet of `instances` of one configuration, with requests placed in `order` on the least loaded one.
+    """Return a fleet of `instances` of one configuration; requests are placed in `order`, each on the least loaded.
 
     Raises UnusableFleet if there are no instances or if a request fits on none of them.
     """
@@ -201,7 +201,7 @@ def homogeneous(problem: MakespanProblem, configuration: Configuration) -> tuple
 
 
 def moves_of(problem: MakespanProblem, fleet: CandidateFleet) -> tuple[PlannedMove, ...]:
-    """Return the requests that change engine: running ones with their cheaper method, then those that change queue."""
+    """Return the requests that change engine: running requests with their cheaper method, then waiting requests."""
     moved, ids = fleet.moved, problem.requests.ids
     place_of = np.empty(len(fleet.order), dtype=np.int64)
     place_of[fleet.order] = np.repeat(np.arange(len(fleet.instances)), np.diff(fleet.starts))
@@ -234,7 +234,7 @@ def added_s(
 
 
 def _homes(problem: MakespanProblem, instances: Sequence[CurrentInstance], kept: NDArray[np.bool_]) -> Indices:
-    """Return the index of each current instance in `instances`, NOWHERE if it is not kept."""
+    """Return, for each current instance, its index in `instances`, or NOWHERE if it is not kept."""
     place_of = {instance.id: place for place, instance in enumerate(instances) if kept[place]}
     return np.array([place_of.get(instance.id, NOWHERE) for instance in problem.current], dtype=np.int64)
 
@@ -263,7 +263,8 @@ def _moves(
 ) -> tuple[Seconds, Indices]:
     """Return the move cost of each request of `order`, in seconds, and the requests that change engine.
 
-    Of the requests recomputed on an instance only the first pays the fixed latency, because they arrive together.
+    Of the requests moved to an instance by the same method, only the first pays the fixed latency, because they arrive
+    together.
     """
     source = problem.requests.instance[order]
     moves = source != NOWHERE
@@ -297,7 +298,8 @@ def _move_s(
 
 
 def _shape(instances: Sequence[CurrentInstance], per_node: int) -> Indices:
-    """Return an array [instance, 2] of the number of GPUs and the node, SEVERAL if it spans several nodes."""
+    """Return the number of GPUs and the node of each instance (SEVERAL if it spans nodes), as an [instance, 2]
+    array."""
     shapes = [(len(each.gpus), node_of(each.gpus, per_node)) for each in instances]
     return np.array(shapes, dtype=np.int64).reshape(-1, 2)
 

@@ -1,4 +1,4 @@
-"""Choose one of the placements found: among those with about the best makespan, the one with the fewest changes.
+"""Choose one of the placements found: of the placements with about the best makespan, the one with the fewest changes.
 
 The number of moves is reduced at about the same makespan: requests of about equal length swap places so that most stay
 where they are, and requests are moved back if their original instance still finishes in time.
@@ -28,7 +28,7 @@ def chosen(
 ) -> FleetPlacement | None:
     """Return, of the placements with about the best makespan, the one with the fewest changes.
 
-    If the best placement violates equation 2, return the one that violates it least.
+    If the best placement violates equation 2, return the placement that violates it least.
     """
     best = min(found, key=lambda placement: placement.makespan_s, default=None)
     epsilon_s = table.problem.epsilon_s
@@ -69,7 +69,7 @@ def chosen(
 def settled(
     columns: ProblemColumns, placement: FleetPlacement, limit_s: float, tries: int = len(WIDTHS)
 ) -> FleetPlacement:
-    """Return a placement with fewer moves that finishes by `limit_s`, or the given one if none is found."""
+    """Return a placement with fewer moves that finishes by `limit_s`, or the given placement if none is found."""
     home = _home(columns, placement)
     at = placement.assigned()
     away = moves(columns, placement)
@@ -94,7 +94,7 @@ def moves(columns: ProblemColumns, placement: FleetPlacement) -> int:
 
 
 def _home(columns: ProblemColumns, placement: FleetPlacement) -> Ints:
-    """Return the instance on which each request is running, -1 if there is none."""
+    """Return the instance on which each request is running now; -1 for requests that are not running on a kept one."""
     instance_of = np.full(len(columns.current_configuration) + 1, -1, dtype=np.int64)
     kept = np.flatnonzero(placement.fleet.current >= 0)
     instance_of[placement.fleet.current[kept]] = kept
@@ -105,7 +105,8 @@ def _home(columns: ProblemColumns, placement: FleetPlacement) -> Ints:
 def _swapped(columns: ProblemColumns, at: Ints, home: Ints, width: float) -> Ints:
     """Return the instance of each request after requests of about equal length have swapped instances.
 
-    Each instance keeps its number of requests of every length class; as many of these as possible stay at home.
+    Each instance keeps its number of requests of every length class, and as many requests as possible return to or stay
+    on the instance on which they are running (`home`).
     """
     lengths = columns.remaining
     classes: Ints = np.floor(np.log(lengths) / np.log1p(width)).astype(np.int64) if width else lengths
@@ -128,9 +129,9 @@ def _swapped(columns: ProblemColumns, at: Ints, home: Ints, width: float) -> Int
 
 
 def _undone(columns: ProblemColumns, placement: FleetPlacement, home: Ints, limit_s: float) -> FleetPlacement:
-    """Return the placement with requests moved back home, those with the least work first.
+    """Return the placement with requests moved back to their `home` instance, the requests with the least work first.
 
-    A request is moved back only if all requests there still run at once and the instance still finishes by `limit_s`.
+    A request is moved back only if all requests of that instance still run at once and it still finishes by `limit_s`.
     """
     fleet, at = placement.fleet, placement.assigned()
     loads = InstanceLoads(columns, fleet, at)

@@ -1,4 +1,4 @@
-"""Convert a makespan problem into arrays: the cost of each request on each configuration, and of moving it."""
+"""Convert a makespan problem into arrays: the costs of serving each request per configuration and of moving it."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ SEVERAL = -1  # node of an instance that spans several nodes
 
 @dataclass(frozen=True, slots=True)
 class ProblemColumns:
-    """A problem as arrays. [configuration] follows the problem's order, [request] the input order."""
+    """A problem as arrays. Configurations are in the order of the problem, requests in input order."""
 
     problem: MakespanProblem
     gpus: Ints  # [configuration]
@@ -41,12 +41,13 @@ class ProblemColumns:
         return len(self.remaining)
 
     def fits(self, configuration: int) -> NDArray[np.bool_]:
-        """Return, for each request, whether an instance of the configuration can ever admit it."""
+        """Return, for each request, whether it fits on an empty instance of the configuration."""
         fits: NDArray[np.bool_] = self.footprint <= self.capacity[configuration]
         return fits
 
     def move_s(self, requests: Ints, configuration: int | Ints, node: int | Ints) -> Floats:
-        """Return the seconds for moving each request to a new instance in `node`; 0 for requests not running."""
+        """Return the seconds for moving each request to a new instance in `node`; 0 for requests that are not
+        running."""
         transfer_s, recompute_s = self.move_ways_s(requests, configuration, node)
         return np.where(self.source[requests] >= 0, np.minimum(transfer_s, recompute_s), 0.0)
 
@@ -101,7 +102,7 @@ def columns(problem: MakespanProblem) -> ProblemColumns:
 
 
 def most_instances(configuration: Configuration, gpus_count: int, per_node: int) -> int:
-    """Return how many instances the GPUs can hold.
+    """Return the maximum number of instances of the configuration on the GPUs.
 
     An instance of at most a node's GPUs stays inside one node; a larger instance takes whole nodes.
     """
@@ -113,13 +114,13 @@ def most_instances(configuration: Configuration, gpus_count: int, per_node: int)
 
 
 def node_of(gpus: tuple[int, ...], per_node: int) -> int:
-    """Return the node that contains all of `gpus`, or SEVERAL."""
+    """Return the node that contains all of `gpus`; SEVERAL if they are in several nodes."""
     first = gpus[0] // per_node
     return first if all(gpu // per_node == first for gpu in gpus) else SEVERAL
 
 
 def _check(columns: ProblemColumns) -> None:
-    """Raise Infeasible if the requests cannot be served.
+    """Raise Infeasible if no configuration can be placed, or the largest request fits on no placeable configuration.
 
     A single instance can serve all requests one after the other, so only the largest KV capacity matters.
     """
@@ -144,7 +145,7 @@ def _check(columns: ProblemColumns) -> None:
 
 
 def _unplaceable(problem: MakespanProblem, configuration: Configuration) -> Infeasible:
-    """Return the reason why no instance of the configuration can be placed."""
+    """Return the exception for a configuration of which no instance can be placed, with the reason."""
     gpus, per_node = configuration.gpus, problem.per_node
     if gpus > per_node and gpus % per_node:
         what = f"gpus.per_node: {configuration.id} neither fits in one node nor fills whole nodes"

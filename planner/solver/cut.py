@@ -1,9 +1,9 @@
 """Cut the requests, longest first, into blocks that run at once, and put blocks one after another on instances.
 
 Every instance with a long request pays alpha for all its iterations, so long requests belong together. A block is as
-large as time and KV room allow. A block that leaves much time unused shares its instance with shorter blocks, which are
-admitted when it ends. The configuration of each block is chosen as in a shortest-path search; the remaining distance is
-a lower bound of the GPUs that the later requests take.
+large as time and KV room allow. A block that leaves much time unused shares its instance with blocks of shorter
+requests, which are admitted when it ends. The configuration of each block is chosen as in a shortest-path search; the
+remaining distance is a lower bound of the GPUs that the later requests take.
 """
 
 from bisect import bisect_right, insort
@@ -42,10 +42,10 @@ class _Option:
 
 
 class RequestCutter:
-    """Cuts the requests of one problem for several makespans."""
+    """Cuts the requests of one problem into blocks for given makespans."""
 
     def __init__(self, columns: ProblemColumns, every: int = 1) -> None:
-        """Prepare the cuts, using only one in `every` requests and GPUs.
+        """Prepare the cuts. Only one in `every` requests and one in `every` GPUs are used.
 
         Every running request counts as moved, even on kept instances.
         """
@@ -136,7 +136,7 @@ class RequestCutter:
         return end, alone_s + option.spent[end] - before
 
     def _after(self, makespan_s: float, options: list[_Option]) -> list[float]:
-        """Return, for each position, the GPU units that the requests from that position on need at least."""
+        """Return, for each position, the minimum number of GPU units for the requests from that position on."""
         shares = np.full(len(self._left), np.inf)
         for option in options:
             room_s = makespan_s - option.switch_s - option.alpha_s * self.remaining

@@ -23,7 +23,7 @@ Weights = dict[tuple[int, int], tuple[float, ...]]  # (option, class) -> weight 
 
 
 class _Shares:
-    """Requests, shortest first, with their usage of each limit."""
+    """The requests, shortest first, with their usage of each limit as a share of an instance."""
 
     def __init__(self, columns: ProblemColumns, every: int) -> None:
         order = columns.longest_first[every // 2 :: every][::-1]
@@ -40,7 +40,7 @@ class _Shares:
     def refused(self, makespan_s: float, weights: Weights, edges: Floats) -> bool:
         """Return whether the requests need more than the available GPUs to finish by `makespan_s`.
 
-        Class k has the lengths up to `edges[k]`.
+        Length class k contains the lengths up to `edges[k]`.
         """
         ends = np.searchsorted(self.remaining, edges, side="right")
         starts = np.concatenate(([0], ends[:-1]))
@@ -116,7 +116,7 @@ def tightened_s(columns: ProblemColumns, bound_s: float, high_s: float) -> float
 
 
 def _highest(shares: _Shares, weights: Weights, edges: Floats, low_s: float, high_s: float) -> float:
-    """Return the highest time between `low_s` and `high_s` that `shares` refuses; `low_s` if there is none."""
+    """Return the highest time between `low_s` and `high_s` that `shares` refuses; `low_s` if no time is refused."""
     if not shares.refused(low_s, weights, edges):
         return low_s
     return highest_refused(lambda trial_s: shares.refused(trial_s, weights, edges), low_s, high_s, 2e-4)

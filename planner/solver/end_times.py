@@ -25,11 +25,11 @@ def decode_s(
     *,
     roughly: bool = False,
 ) -> NDArray[np.float64]:
-    """Return the seconds until the last request of each instance ends, as an array [sample, instance].
+    """Return the seconds until the last request of each instance ends, as an array indexed by sample and instance.
 
-    `remaining_tokens` is [sample, request]. A request larger than the KV cache runs alone. With `roughly`, instances
-    whose requests do not fit at once are assumed to keep their slots or KV room in full use, which is much faster to
-    compute.
+    `remaining_tokens` is indexed by sample and request. A request larger than the KV cache runs alone. With `roughly`,
+    instances whose requests do not fit at once are assumed to keep their slots or KV room in full use, which is much
+    faster to compute.
     """
     starts, order = fleet.starts, fleet.order
     filled = np.flatnonzero(np.diff(starts))
@@ -73,8 +73,9 @@ def ends_if_later_s(
 ) -> NDArray[np.float64]:
     """Return, for each sample, the seconds until all requests end if `fleet` takes over from `now` after `wait_s`.
 
-    Requests that end during `wait_s` do not move; the others have longer contexts. If all end within `wait_s`, the
-    result is `wait_s`. `remaining_tokens` is [sample, request]; `correction` multiplies decoding seconds.
+    Requests that end during `wait_s` do not move; the contexts of all other requests grow during that time. If all
+    requests end within `wait_s`, the result is `wait_s`. `remaining_tokens` is indexed by sample and request;
+    `correction` multiplies decoding times.
     """
     context_tokens = columns.context_tokens
     grown = np.zeros(len(context_tokens), dtype=np.int64)
@@ -99,8 +100,8 @@ def ends_if_later_s(
 def iterations(footprint: Ints, remaining: Ints, starts: Ints, slots: Ints, room: Ints) -> Ints:
     """Return, for each engine, the number of iterations until its last request ends.
 
-    `footprint` and `remaining` are [request]. Engine i has the requests at `starts[i]:starts[i + 1]`, at least one, in
-    order of admission. A footprint larger than `room` counts as `room`.
+    `footprint` and `remaining` are indexed by request. Engine i has the requests at `starts[i]:starts[i + 1]`, at least
+    one, in order of admission. A footprint larger than `room` counts as `room`.
     """
     sizes = np.diff(starts)
     at = np.repeat(np.arange(len(sizes)), sizes)
@@ -127,7 +128,7 @@ def iterations(footprint: Ints, remaining: Ints, starts: Ints, slots: Ints, room
 
 
 class _Walks:
-    """The state of unfinished engines. An engine's running requests are rows [0, count) of its column."""
+    """The state of the unfinished engines, one column per engine. Its running requests are in the rows [0, count)."""
 
     def __init__(self, footprint: Ints, remaining: Ints, engines: int, most: int) -> None:
         """Create the state of `engines` engines, each with at most `most` running requests at first."""
@@ -163,7 +164,8 @@ class _Walks:
         return ended
 
     def _step(self, going: NDArray[np.bool_]) -> None:
-        """Start the next request of each unfinished engine; if it does not fit, end a running request first."""
+        """Start the next request of each unfinished engine that has room for it. An engine without room first ends one
+        running request."""
         needs = self._footprint[np.minimum(self.at, len(self._footprint) - 1)]
         full = np.flatnonzero(going & ((needs > self.free_tokens) | (self.count >= self.slots)))
         if len(full):
@@ -182,7 +184,7 @@ class _Walks:
         self.last[enters] = np.maximum(self.last[enters], ends)
 
     def _end_first(self, engines: Ints) -> None:
-        """End the first request of each engine and move the last occupied row to its row."""
+        """End the running request of each engine that ends first, and move the last occupied row into its row."""
         self._now[engines], row = np.divmod(self._ends.min(axis=0)[engines], self._rows)
         self.count[engines] -= 1
         rest = self.count[engines]
@@ -204,7 +206,8 @@ class _Walks:
             setattr(self, name, getattr(self, name)[engines])
 
     def _alone(self, place: int) -> int:
-        """Run one engine alone, and return the iteration at which its last request ends."""
+        """Advance one engine to its end, without the others, and return the iteration at which its last request
+        ends."""
         count, span = int(self.count[place]), slice(self.at[place], self.stop[place])
         ends = (self._ends[:count, place] // self._rows).tolist()
         return admit_onwards(

@@ -1,4 +1,4 @@
-"""Calculate the seconds that a placement takes for decoding, migrations and redeployment.
+"""Calculate the time that a placement takes for decoding, migrations and redeployment.
 
 The cost model is that of `orchestrrl plan solve`.
 
@@ -35,7 +35,8 @@ class SolverFleet:
     def of(cls, columns: ProblemColumns, kept: Iterable[int], new: Iterable[FleetSlot] = ()) -> "SolverFleet":
         """Build a fleet of the current instances `kept` and of `new` ones.
 
-        A new instance with the configuration and the GPUs of a current instance counts as that instance, kept.
+        If a new instance has the configuration and the GPUs of a current instance, the current instance is kept
+        instead.
         """
         per_node = columns.problem.per_node
         gpus_of_current = [instance.gpus for instance in columns.problem.current]
@@ -52,7 +53,8 @@ class SolverFleet:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlacement:
-    """A fleet with its requests. `order[starts[j]:starts[j + 1]]` are those of instance j, in order of admission."""
+    """A fleet with its requests. Instance j has the requests `order[starts[j]:starts[j + 1]]`, in order of
+    admission."""
 
     fleet: SolverFleet
     order: Ints  # [request]
@@ -83,7 +85,7 @@ class InstanceLoads:
     """Totals over the requests of each instance, and its capacity; all arrays have one entry per instance."""
 
     def __init__(self, columns: ProblemColumns, fleet: SolverFleet, at: Ints) -> None:
-        """Sum up the requests; `at` is the instance of each request."""
+        """Compute the totals of each instance; `at` is the instance of each request."""
         self.here = np.bincount(at, minlength=len(fleet))
         self.held = np.bincount(at, weights=columns.footprint, minlength=len(fleet))
         self.longest = np.zeros(len(fleet), dtype=np.int64)
@@ -92,13 +94,13 @@ class InstanceLoads:
 
     @property
     def at_once(self) -> NDArray[np.bool_]:
-        """True for each instance whose requests all run at once."""
+        """An array with True for each instance whose requests all fit at once."""
         at_once: NDArray[np.bool_] = (self.held <= self.capacity) & (self.here <= self.slots)
         return at_once
 
 
 def with_idle(columns: ProblemColumns, placement: FleetPlacement) -> FleetPlacement:
-    """Return the placement plus the idle current instances whose GPUs are not needed: stopping them gains nothing."""
+    """Return the placement plus the idle current instances whose GPUs it does not need: stopping them gains nothing."""
     fleet, current = placement.fleet, columns.problem.current
     taken = {gpu for gpus in fleet.gpus for gpu in gpus}
     idle = [index for index, instance in enumerate(current) if taken.isdisjoint(instance.gpus)]
@@ -111,9 +113,9 @@ def with_idle(columns: ProblemColumns, placement: FleetPlacement) -> FleetPlacem
 
 
 def place(columns: ProblemColumns, fleet: SolverFleet, assigned: Ints, ranks: Ints | None = None) -> FleetPlacement:
-    """Return the placement of requests on their `assigned` instances, admitted by ascending `ranks`.
+    """Return the placement of requests on their `assigned` instances, admitted in ascending order of `ranks`.
 
-    Without `ranks`, the longest requests are admitted first.
+    If `ranks` is None, the longest requests are admitted first.
     """
     if ranks is None:
         order = columns.longest_first[np.argsort(assigned[columns.longest_first], kind="stable")]
@@ -124,7 +126,8 @@ def place(columns: ProblemColumns, fleet: SolverFleet, assigned: Ints, ranks: In
 
 
 def evaluate(columns: ProblemColumns, fleet: SolverFleet, order: Ints, starts: Ints) -> FleetPlacement:
-    """Calculate the seconds of a placement. New instances without requests are left out: they are never started."""
+    """Return the placement with its times. New instances without requests are omitted, because they are never
+    started."""
     used = (np.diff(starts) > 0) | (fleet.current >= 0)
     if not used.all():
         fleet = SolverFleet(
@@ -149,7 +152,7 @@ def evaluate(columns: ProblemColumns, fleet: SolverFleet, order: Ints, starts: I
 
 
 def _alpha_s(alpha_s: Floats, iterations: Floats) -> Floats:
-    """Return the seconds of the iterations; infinite iterations take infinite seconds even if alpha is 0."""
+    """Return `alpha_s` times `iterations`; infinite for infinite iterations, even if alpha is 0."""
     with np.errstate(invalid="ignore"):
         return np.where(np.isfinite(iterations), alpha_s * iterations, np.inf)
 

@@ -1,4 +1,4 @@
-"""Convert a snapshot into a makespan problem, and note what the planner leaves out. Has no side effects."""
+"""Convert a snapshot into a makespan problem, and note which engines and requests are excluded. Has no side effects."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -40,8 +40,8 @@ NO_TRANSFER = KvTransferCost(0.0, 0.0, 0.0)  # moved requests are recomputed
 class LiveFleet:
     """The part of the fleet that a plan decides on: responding engines with a known configuration.
 
-    `requests` are the requests on these engines and those on no engine, in the snapshot's order, which all arrays
-    follow.
+    `requests` are the requests on these engines and the requests on no engine, in the snapshot's order. All arrays
+    follow this order.
     """
 
     # With capacities as reported by the engines. Plan admission judges the gain, so epsilon is 0.
@@ -55,7 +55,7 @@ class LiveFleet:
     notes: tuple[str, ...]
 
     def expecting(self, remaining_tokens: NDArray[np.int64]) -> "LiveFleet":
-        """Return a copy with an estimate of the lengths, which are initially all 1.
+        """Return a copy with the given estimate of the requests' lengths, which are initially all 1.
 
         An engine admits a request only if its full length fits, so lengths are limited to the largest KV cache.
         """
@@ -77,7 +77,7 @@ def live_fleet(
 ) -> LiveFleet:
     """Return the part of the fleet in `snapshot` that a plan decides on.
 
-    Engines that are gone, return nonsense, are draining or run an unknown configuration are excluded. Requests on
+    Engines that are gone, report invalid values, are draining or run an unknown configuration are excluded. Requests on
     engines that are gone count as queued in their gateway.
     """
     known = {configuration.id: configuration for configuration in configurations}
@@ -148,7 +148,7 @@ def _id_of(engine: EngineView) -> ConfigurationId:
 
 
 def _as_reported(configuration: Configuration, engines: Sequence[EngineView]) -> Configuration:
-    """Return the configuration with the median limits of its running engines, as expected for a new engine."""
+    """Return the configuration with the median limits of its running engines, which are expected for new engines."""
     alike = [configuration.limited_as(e) for e in engines if e.configuration == configuration.id]
     if not alike:
         return configuration
@@ -166,10 +166,10 @@ def _gpus(
     gpus_count: int,
     per_node: int,
 ) -> tuple[dict[EngineId, tuple[GpuId, ...]], int, Hold | None]:
-    """Return the GPUs of each of `engines`, the number of GPUs, and the reason if none may go to another engine.
+    """Return the GPUs of each of `engines`, the number of GPUs, and a Hold if GPUs must not be given to other engines.
 
-    Engines that do not report their GPUs are assigned some for the estimate. The assignment is certain only if there
-    is one such engine and exactly as many GPUs remain as it takes.
+    Engines that do not report their GPUs are assigned free GPUs for the estimate. The assignment is certain only if
+    there is one such engine and exactly as many GPUs remain as it takes.
     """
     reported = {e.id: tuple(sorted(e.gpus)) for e in engines if len(set(e.gpus)) == known[_id_of(e)].gpus}
     taken = {int(gpu) for gpus in reported.values() for gpu in gpus}
@@ -192,7 +192,7 @@ def _gpus(
 
 
 def _lost(all_engines: Sequence[EngineView], of: Mapping[EngineId, Sequence[GpuId]], count: int) -> Hold | None:
-    """Return a Hold if GPUs outside of the planned engines may still be in use by other engines."""
+    """Return a Hold if engines that are not planned may still use GPUs that seem free; otherwise None."""
     free = set(range(count)) - {gpu for gpus in of.values() for gpu in gpus}
     others = [engine for engine in all_engines if engine.id not in of]
     lost = [engine.id for engine in others if free & set(engine.gpus)]

@@ -12,8 +12,8 @@ from planner.solver.evaluate import SolverFleet
 def lay_out(columns: ProblemColumns, kept: Iterable[int], new: Sequence[int]) -> SolverFleet | None:
     """Return a fleet of the current instances `kept` and of new instances of the configurations `new`.
 
-    The largest instance is placed first, on the node with the fewest free GPUs that suffice. Return None if they do not
-    fit.
+    The largest instance is placed first, on the node with the fewest free GPUs that suffice. Return None if the new
+    instances do not fit.
     """
     problem = columns.problem
     kept = sorted(kept)
@@ -37,7 +37,7 @@ def lay_out(columns: ProblemColumns, kept: Iterable[int], new: Sequence[int]) ->
 
 
 def in_a_row(columns: ProblemColumns, kept: Iterable[int], configuration: int, most: int) -> SolverFleet:
-    """Return a fleet of the current instances `kept` and at most `most` new ones of one configuration.
+    """Return a fleet of the current instances `kept` and at most `most` new instances of one configuration.
 
     New instances take the lowest free GPUs.
     """

@@ -1,4 +1,4 @@
-"""Select the few layouts that a planner chooses from, biased by the phase of the step. Has no side effects.
+"""Select the layouts that a planner chooses from, biased by the phase of the step. Has no side effects.
 
 These are the second and third heuristics of the paper (section 4.1): TP stays inside a node or takes whole nodes; AFD
 uses only ratios of attention to FFN GPUs that keep both sides busy; engines are narrow while batches are large, and
@@ -87,7 +87,7 @@ def candidates(
 
 
 def biased(profiles: Sequence[EngineProfile], phase: StepPhase) -> list[EngineProfile]:
-    """Return the profiles whose cost is at most BIAS times the best of the phase, in their order."""
+    """Return the profiles whose cost in the phase is at most BIAS times the lowest, in the order of `profiles`."""
     if not profiles:
         return []
     cost = bulk_cost if phase is StepPhase.BULK else tail_cost
@@ -97,7 +97,7 @@ def biased(profiles: Sequence[EngineProfile], phase: StepPhase) -> list[EnginePr
 
 
 def bulk_cost(profile: EngineProfile) -> float:
-    """Return the GPU seconds per token with large batches, limited by the KV cache."""
+    """Return the GPU-seconds per token with large batches, limited by the KV cache."""
     gpus = profile.parallelism.gpus
     room = max(1.0, profile.kv_capacity_tokens / JUDGED_CONTEXT_TOKENS)
     sequences = min(JUDGED_SEQUENCES_PER_GPU * gpus, room, profile.max_sequences)
@@ -105,11 +105,12 @@ def bulk_cost(profile: EngineProfile) -> float:
 
 
 def tail_cost(profile: EngineProfile) -> float:
-    """Return the seconds per token in the tail."""
+    """Return the seconds per token of a sequence in the tail of a step, where few long sequences run."""
     return profile.step.at(TAIL_SEQUENCES, TAIL_SEQUENCES * JUDGED_CONTEXT_TOKENS)
 
 
 def _sizes(per_node: int, gpus_count: int) -> list[int]:
-    """Return numbers of GPUs: powers of two inside a node, then two and four whole nodes."""
+    """Return the numbers of GPUs to consider for an engine: powers of two inside a node, then two and four whole
+    nodes."""
     inside = [1 << power for power in range(min(per_node, gpus_count).bit_length())]
     return inside + [nodes * per_node for nodes in (2, 4) if nodes * per_node <= gpus_count]

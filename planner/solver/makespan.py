@@ -1,4 +1,4 @@
-"""Choose which engines to run and which requests each decodes, so that the last one ends as soon as possible. Has no
+"""Choose the engines to run and the requests of each engine, so that the last request ends as soon as possible. Has no
 side effects."""
 
 import math
@@ -39,10 +39,10 @@ _never = np.errstate(over="ignore", divide="ignore", invalid="ignore")
 
 @_never
 def solve(problem: MakespanProblem, stop: Callable[[], bool] = lambda: False) -> Solution:
-    """Return the best fleet and placement found, with its seconds and a proven lower bound. Raises Infeasible.
+    """Return the best fleet and placement found, with its makespan and a proven lower bound.
 
-    `stop` is polled during the search; once it returns True, the best result so far is returned. Results are then not
-    reproducible.
+    `stop` is polled during the search. When it returns True, the best result so far is returned, which is then not
+    reproducible. Raises Infeasible if a request fits on no configuration that can be placed.
     """
     table = columns(problem)
     current = as_placed(table) if problem.current else None
@@ -67,7 +67,7 @@ def _soonest_s(found: Sequence[FleetPlacement], otherwise_s: float = math.inf) -
 
 
 def _raised_s(table: ProblemColumns, bound_s: float, high_s: float) -> float:
-    """Return a tighter bound if the best placement found, `high_s`, is not close to `bound_s`."""
+    """Return a tighter bound if `high_s`, the best makespan found, is not close to `bound_s`; otherwise `bound_s`."""
     budget = table.problem.work_budget
     if not np.isfinite(high_s) or high_s <= bound_s * (1 + CLOSE) or (budget is not None and budget < PROOF):
         return bound_s
@@ -96,7 +96,7 @@ def _searched(
 
 @_never
 def lower_bound(problem: MakespanProblem) -> float:
-    """Return the seconds before which no placement can end. Raises Infeasible."""
+    """Return a lower bound of the makespan in seconds. Raises Infeasible if a request fits on no configuration."""
     return _lower_bound_s(columns(problem))
 
 
@@ -114,14 +114,15 @@ def as_placed(table: ProblemColumns) -> FleetPlacement:
 
 
 def _packed(table: ProblemColumns, bound_s: float, high_s: float) -> list[FleetPlacement]:
-    """Return at most one placement, which packs long requests together."""
+    """Return a list of one placement, which packs long requests together, or an empty list if none is found."""
     cuts = soonest_cut(table, bound_s, high_s) if table.count else None
     placement = None if cuts is None else packed(table, cuts)
     return [] if placement is None else [placement]
 
 
 def _homogeneous(table: ProblemColumns) -> list[FleetPlacement]:
-    """Return static fleets of one configuration each, with requests placed longest first on the least loaded one."""
+    """Return static fleets of one configuration each; requests are placed longest first on the least loaded
+    instance."""
     found: list[FleetPlacement] = []
     for index in range(len(table.problem.configurations)):
         fleets = _fleets_of(table, index)
@@ -132,7 +133,8 @@ def _homogeneous(table: ProblemColumns) -> list[FleetPlacement]:
 
 
 def _spread(table: ProblemColumns, below_s: float) -> list[FleetPlacement]:
-    """Return static fleets filled by the other measures of load, if these may end before `below_s`."""
+    """Return static fleets filled by other measures of load than `_homogeneous` uses, if any may end before
+    `below_s`."""
     kinds = [kind for kind in np.flatnonzero(table.placeable).tolist() if table.count and table.fits(kind).all()]
     least = {kind: least_s(table, kind, int(table.placeable[kind])) for kind in kinds}
     kinds = sorted((kind for kind in kinds if least[kind] < below_s), key=least.__getitem__)
@@ -149,7 +151,7 @@ def _spread(table: ProblemColumns, below_s: float) -> list[FleetPlacement]:
 
 
 def _fleets_of(table: ProblemColumns, configuration: int) -> list[SolverFleet]:
-    """Return fleets with as many instances of a configuration as fit, from the first GPU on or around running ones."""
+    """Return fleets with as many instances of a configuration as fit: all new, or in addition to running instances."""
     count = min(int(table.placeable[configuration]), max(1, table.count))
     if not count:
         return []
@@ -224,7 +226,8 @@ def _instances(table: ProblemColumns, placement: FleetPlacement) -> tuple[Placed
 
 
 def _names(table: ProblemColumns, placement: FleetPlacement) -> list[EngineId]:
-    """Return the instances' ids. Kept instances keep theirs; new ones get a unique name with their lowest GPU."""
+    """Return the instances' ids. Kept instances keep their ids; new instances get a unique name with their lowest
+    GPU."""
     taken = {instance.id for instance in table.problem.current}
     names: list[EngineId] = []
     for current, gpus in zip(placement.fleet.current.tolist(), placement.fleet.gpus, strict=True):

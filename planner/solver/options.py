@@ -1,8 +1,8 @@
-"""Build the fleets that a plan chooses from, each with its expected seconds. Has no side effects.
+"""Build the fleets that a plan chooses from, each with its expected duration. Has no side effects.
 
 Lengths of answers are unknown when requests are placed. Every family of fleets is therefore built with several length
-estimates (the expected length, a long one, one sample), and every candidate is evaluated on all samples. An estimate
-that packs requests which merely might be long does badly in this evaluation.
+estimates (the expected length, a long one, one sample), and every candidate is evaluated on all samples. A fleet built
+for requests that only might be long performs badly in this evaluation.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +46,7 @@ _SCREENED_S, TOTAL_S = attrgetter("screened_s"), attrgetter("total_s")
 
 @dataclass(frozen=True, slots=True)
 class FleetOption:
-    """A candidate fleet with its seconds over the samples."""
+    """A candidate fleet with its duration in each sample, in seconds."""
 
     fleet: CandidateFleet
     decode_s: NDArray[np.float64]  # [sample, instance], corrected
@@ -62,7 +62,7 @@ class FleetOption:
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """All fleets that were considered.
+    """All fleets that were considered for a plan.
 
     `bound_s` is a lower bound of the mean makespan of any fleet and placement, even with the exact lengths of a sample.
     """
@@ -74,7 +74,7 @@ class FleetOptions:
 
 
 class _Member(NamedTuple):
-    """A fleet of one family, with a rough estimate of its seconds to the end."""
+    """A fleet of one family, with a rough estimate of the seconds until all its requests end."""
 
     screened_s: float
     estimate: int  # index of the length estimate that it was built with
@@ -82,7 +82,7 @@ class _Member(NamedTuple):
 
 
 class _Family(NamedTuple):
-    """The fleets of one kind, or the reason why none could be built."""
+    """The fleets of one kind, or the reason why no fleet of this kind could be built."""
 
     name: str
     configuration: ConfigurationId | None  # None if there are several
@@ -91,7 +91,7 @@ class _Family(NamedTuple):
 
 
 class _Weigher:
-    """Evaluates candidates on the same samples. `correction` multiplies decoding seconds, never costs."""
+    """Evaluates all candidates on the same samples. `correction` multiplies decoding times, but not costs."""
 
     def __init__(self, columns_context: NDArray[np.int64], lengths: SampledLengths, correction: float) -> None:
         self._context = columns_context
@@ -99,12 +99,12 @@ class _Weigher:
         self._correction = correction
 
     def screen(self, fleet: CandidateFleet) -> float:
-        """Return a rough estimate of the mean seconds to the end, for comparing the members of one family."""
+        """Return a rough estimate of the mean makespan in seconds, for comparing the members of one family."""
         ends_s = decode_s(fleet, self._context, self._lengths.samples, roughly=True) * self._correction
         return float((ends_s + fleet.migration_s + fleet.switch_s).max(axis=1, initial=0.0).mean())
 
     def tried(self, name: str, configuration: ConfigurationId | None, tries: Sequence[Try]) -> _Family:
-        """Return a family built by `tries`. Each returns a member, or raises UnusableFleet or Infeasible."""
+        """Return the family of the members that `tries` build. A try raises UnusableFleet or Infeasible if it fails."""
         members, why = list[_Member](), ""
         for estimate, attempt in enumerate(tries):
             try:
@@ -160,8 +160,8 @@ def consider(
 ) -> FleetOptions:
     """Build and evaluate every family of fleets.
 
-    With `only`, fleets that change engines use that configuration alone. `wait_s` is the time until fleets can be
-    considered again; 0 means never. With `only_as_deployed`, no engine is changed.
+    If `only` is given, fleets that change engines use only that configuration. `wait_s` is the time until the next
+    plan; 0 means that there is no next plan. With `only_as_deployed`, no engine is changed.
     """
     weigher = _Weigher(fleet.problem.requests.context_tokens, lengths, correction)
     estimated = [fleet.expecting(tokens) for tokens in _estimates(lengths)]
@@ -199,7 +199,8 @@ def _estimates(lengths: SampledLengths) -> list[NDArray[np.int64]]:
 def _dealt(
     estimated: Sequence[LiveFleet], only: ConfigurationId | None, only_as_deployed: bool
 ) -> Iterator[tuple[str, ConfigurationId | None, Sequence[Try]]]:
-    """Yield the families built without the solver: name, configuration if there is only one, one try per estimate."""
+    """Yield families built without the solver: name, configuration (None if several), and one try per length
+    estimate."""
     problem = estimated[0].problem
     ordered = [(fleet, longest(fleet.problem)) for fleet in estimated]
     if problem.current:
@@ -216,7 +217,7 @@ def _for_the_solver(estimated: Sequence[LiveFleet], dealt: _Member | None, corre
 
     With few requests, all estimates are used. Otherwise only the estimate of the best `dealt` fleet is used, with the
     configurations that are efficient for at least one request. From any estimate, the solver either improves slightly
-    on that fleet or packs requests that merely might be long, so the other estimates add little.
+    on that fleet or packs requests that only might be long, so the other estimates add little.
     """
     if len(estimated) == 1 or dealt is None or len(estimated[0].requests) <= SOLVED_BY_ALL:
         return estimated
@@ -225,7 +226,7 @@ def _for_the_solver(estimated: Sequence[LiveFleet], dealt: _Member | None, corre
 
 
 def _unless_found_out(mixed: _Family, dealt: _Member | None) -> _Family:
-    """Return the family without its members if, over the samples, they are far worse than the best `dealt` fleet."""
+    """Return the family `mixed`, but without members if the samples show it to be far worse than the `dealt` fleet."""
     if dealt is None or not mixed.members or mixed.members[0].screened_s <= FOUND_OUT * dealt.screened_s:
         return mixed
     why = f"built for one estimate of the lengths, it ends in {mixed.members[0].screened_s:.0f} s over all samples"
@@ -233,7 +234,7 @@ def _unless_found_out(mixed: _Family, dealt: _Member | None) -> _Family:
 
 
 def _narrowed(problem: MakespanProblem, within_s: float) -> MakespanProblem:
-    """Return the problem without configurations on which every request takes far more GPU time than on another one.
+    """Return the problem without configurations on which every request takes far more GPU time than on another.
 
     The GPU time of a request is its share of an instance until `within_s`, as in the solver's lower bound. Deployed
     configurations are always kept.

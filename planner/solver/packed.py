@@ -18,7 +18,8 @@ GAIN = 0.996  # ratio of makespans at which fewer configurations are preferred
 def soonest_cut(columns: ProblemColumns, low_s: float, high_s: float) -> list[RequestCut] | None:
     """Return the cuts with the earliest makespan found between `low_s` and `high_s`, or None if none is found.
 
-    Subsets of the configurations are tried as well, because the choice block by block is sometimes better with fewer.
+    Subsets of the configurations are tried as well, because the configuration is chosen block by block, which sometimes
+    gives a better result with fewer configurations.
     """
     whole = RequestCutter(columns)
     every = min(columns.count // SAMPLE, columns.problem.gpus_count // LEAST_GPUS)
@@ -38,7 +39,7 @@ def soonest_cut(columns: ProblemColumns, low_s: float, high_s: float) -> list[Re
 
 
 def _subsets(placeable: list[int]) -> list[frozenset[int]]:
-    """Return the subsets of one configuration, of two, and of all but one."""
+    """Return the subsets of one configuration, of two configurations, and of all configurations except one."""
     sizes = {1, 2, len(placeable) - 1} - {0, len(placeable)}
     return [frozenset(some) for size in sorted(sizes) for some in combinations(placeable, size)]
 
@@ -135,7 +136,7 @@ def _cut_of_requests(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> Int
 
 
 def _kept(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> list[int]:
-    """Return the current instances that may be kept: up to the number of kept cuts of each configuration."""
+    """Return the current instances to keep: for each configuration, at most as many as there are kept cuts."""
     wanted = np.bincount([cut.configuration for cut in cuts if cut.kept], minlength=len(columns.gpus))
     kept: list[int] = []
     for configuration in np.flatnonzero(wanted).tolist():

@@ -3,7 +3,8 @@ effects.
 
 This is the third heuristic of the paper (section 4.1): a bias that follows the phase of the step. A nonlinear curve is
 approximated by a line that is right on average over the batch sizes ahead: large batches while there are many requests,
-small ones in the tail. The cost of spilling KV to CPU memory is included for batches that exceed the GPUs' KV capacity.
+small batches in the tail. The cost of spilling KV to CPU memory is included for batches that exceed the GPUs' KV
+capacity.
 
 Choosing fleets by such lines is almost as good as by the curves, even for mixture-of-experts models, whose curves bend:
 tests/planner/solver/test_lines_decide.py compares both.
@@ -26,10 +27,10 @@ SPREAD = 0.05
 
 
 def iterations_ahead(remaining_tokens: ArrayLike, instances: int, most: int) -> NDArray[np.float64]:
-    """Return the decode iterations that an engine with an even share of the requests spends at each batch size.
+    """Return the number of decode iterations at each batch size, for an engine with an even share of the requests.
 
-    The index of the array is the batch size minus 1.
-    At most `most` requests are decoded at once; the others wait and are decoded in batches of `most`.
+    The index of the array is the batch size minus 1. At most `most` requests are decoded at once; further requests wait
+    and are decoded in batches of `most`.
     """
     longest_first = np.sort(np.asarray(remaining_tokens, dtype=float))[::-1]
     ends = longest_first[::instances]  # ends[k - 1]: when the k-th longest request of the busiest engine ends
@@ -43,8 +44,8 @@ def iterations_ahead(remaining_tokens: ArrayLike, instances: int, most: int) -> 
 def line_over(curve: Curve, iterations: NDArray[np.float64]) -> tuple[float, float]:
     """Return intercept and slope, both >= 0, of the line that fits the curve best.
 
-    Batch sizes are weighted by `iterations` (see `iterations_ahead`), so that total seconds are right except for the
-    share of SPREAD.
+    Batch sizes are weighted by `iterations` (see `iterations_ahead`), so that the total duration is right except for
+    the share of SPREAD, which is distributed over all batch sizes.
     """
     straight = straight_line(curve)
     if straight is not None:
@@ -64,7 +65,7 @@ def line_ahead(profile: EngineProfile, remaining_tokens: ArrayLike, context: flo
     """Return the profile as a configuration whose step time is a line fitted to the batch sizes ahead.
 
     Requests with these `remaining_tokens` and a mean of `context` tokens are spread evenly over as many engines as the
-    GPUs hold. Without requests, the line is the profile's own.
+    GPUs hold. If there are no requests, the line is that of `EngineProfile.configuration`.
     """
     remaining = np.asarray(remaining_tokens, dtype=float)
     if not len(remaining) or not remaining.sum() > 0:
@@ -99,8 +100,8 @@ def worth_evaluating(
 ) -> tuple[ConfigurationId, ...]:
     """Return the configurations that a plan should evaluate, in the order of `profiles`.
 
-    Up to FEW profiles are all returned. Of more, those close to the best of the step's phase, those of running engines
-    and those in `always` are returned.
+    If there are at most FEW profiles, all are returned. Otherwise, a profile is returned if it is close to the best one
+    in the phase of the step, if an engine runs it, or if it is in `always`.
     """
     if len(profiles) <= FEW:
         return tuple(profile.id for profile in profiles)

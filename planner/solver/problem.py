@@ -1,4 +1,4 @@
-"""Values of the makespan problem and of its solution, which `makespan.solve` computes.
+"""The types of the makespan problem and of its solution, which `makespan.solve` computes.
 
 Requests are stored as columns, because there may be hundreds of thousands.
 """
@@ -21,10 +21,10 @@ RUNNING, WAITING, NEW = 0, 1, 2  # values of Requests.state
 
 @dataclass(frozen=True, slots=True)
 class KvTransferCost:
-    """The seconds that moving a request takes: KV transfer over per-GPU links, or recomputing its context.
+    """The cost of moving a request, in seconds: KV transfer over per-GPU links, or recomputing its context.
 
-    An engine receives or recomputes one context after the other. The fixed parts pass while it decodes, once for all
-    requests that arrive together by one method. A rate of 0 means that there is no such link.
+    An engine receives or recomputes one context after the other. The fixed costs do not stop its decoding, and arise
+    once for all requests that arrive together by one method. A rate of 0 means that there is no such link.
     """
 
     inter_node_gbps_per_gpu: float
@@ -48,7 +48,7 @@ class KvTransferCost:
     ) -> NDArray[np.float64]:
         """Return the seconds to transfer each context over the links of `gpus` GPUs, inside a node or between two.
 
-        The seconds are infinite without a link. Arrays broadcast.
+        The result is infinite if there is no link. The arguments are broadcast.
         """
         rate_gbps = gpus * np.where(inside, self.intra_node_gbps_per_gpu, self.inter_node_gbps_per_gpu)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -68,7 +68,7 @@ class CurrentInstance:
 
 @dataclass(frozen=True, slots=True)
 class ProblemRequests:
-    """All requests, in input order."""
+    """The requests of a problem as columns, in input order."""
 
     ids: tuple[RequestId, ...]
     context_tokens: NDArray[np.int64]  # [request], resident or to be rebuilt
@@ -148,7 +148,7 @@ class Solution:
 
 
 class Infeasible(ValueError):
-    """Raised if no fleet can serve the requests. `limit` names the limit that is exceeded by `needed - available`."""
+    """Raised if no fleet can serve the requests. `limit` names the exceeded limit, of which `needed` is required."""
 
     def __init__(self, limit: str, needed: float, available: float, unit: str) -> None:
         super().__init__(f"{limit}: {needed:g} {unit} needed, {available:g} available")

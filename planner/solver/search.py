@@ -22,7 +22,7 @@ ALL_ORDERS = 6  # number of requests up to which every order of admission is tri
 
 @dataclass(slots=True)
 class SearchBudget:
-    """The remaining budget of a search, in evaluated placements of a single request."""
+    """The remaining budget of a search, as a number of evaluations; each places a single request."""
 
     left: int
 
@@ -32,7 +32,7 @@ class SearchBudget:
 
 
 class AdmissionOrders:
-    """Finds orders of admission with few iterations, for requests that do not all run at once, and caches them."""
+    """Finds and caches orders of admission that need few iterations, for requests that do not all run at once."""
 
     def __init__(self, columns: ProblemColumns, work: SearchBudget) -> None:
         self.work = work
@@ -43,7 +43,7 @@ class AdmissionOrders:
         self._known: dict[tuple[int, tuple[int, ...]], tuple[float, tuple[int, ...]]] = {}
 
     def best(self, configuration: int, requests: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
-        """Return the fewest iterations found and their order. `requests` must be sorted longest first."""
+        """Return the fewest iterations found and the order that needs them. `requests` must be sorted longest first."""
         key = (configuration, requests)
         known = self._known.get(key)
         if known is None:
@@ -65,7 +65,8 @@ class AdmissionOrders:
         return best, best_order
 
     def _orders(self, configuration: int, requests: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Yield the orders to try: all of them for few requests, otherwise longest first and one improved order."""
+        """Yield the orders to try: all orders of few requests; of many requests, longest first and one improved
+        order."""
         lefts, rooms = self.remaining, self.footprint
         if len(requests) <= ALL_ORDERS:
             yield from permutations(requests)
@@ -165,8 +166,8 @@ class PlacementSearch:
     def insert(self, until_s: float | None = None) -> bool:
         """Place all requests, longest first, each on the instance that finishes earliest with it.
 
-        With `until_s`, each request is placed where it takes the fewest GPU-seconds and the instance finishes by then.
-        Return False, and change nothing, if a request cannot be placed.
+        With `until_s`, each request is placed on the instance on which it takes the fewest GPU-seconds, of the
+        instances that finish by `until_s`. Return False, and change nothing, if a request cannot be placed.
         """
         count = len(self.configuration)
         held: list[list[int]] = [[] for _ in range(count)]
@@ -203,7 +204,8 @@ class PlacementSearch:
     def _quick_s(self, instance: int, load: _Load, so_far_s: float, request: int) -> float:
         """Return the finish time of the instance with `request` added.
 
-        The request must not be longer than the others. If they do not all run at once, the result is a lower bound.
+        `request` must not be longer than the requests of `load`. If they do not all run at once, the result is a lower
+        bound.
         """
         room, left = self.orders.footprint[request], self.orders.remaining[request]
         capacity, slots = self.capacity[instance], self.slots[instance]
@@ -265,7 +267,7 @@ class PlacementSearch:
             self.finish_s[instance] = self.time_s(instance, self.held[instance])
 
     def shake(self, rounds: int, seed: int = 0, enough_s: float = 0.0) -> None:
-        """Make random moves out of a local optimum, each followed by `improve`; undo those that make it worse."""
+        """Make random moves out of a local optimum, each followed by `improve`; undo moves that worsen the result."""
         rng = random.Random(seed)
         count = len(self.finish_s)
         for _ in range(rounds if count > 1 else 0):

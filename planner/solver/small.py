@@ -30,7 +30,7 @@ def is_small(columns: ProblemColumns) -> bool:
 def best_of_all(
     columns: ProblemColumns, starts: list[FleetPlacement], bound_s: float, work: SearchBudget, stop: Callable[[], bool]
 ) -> list[FleetPlacement]:
-    """Return the best placements found; `starts` are improved as well."""
+    """Return the best placements found by enumeration and by improving `starts`."""
     orders = AdmissionOrders(columns, work)
     least = work.left // 2
     closely = [_taken(columns, start, orders) for start in starts]
@@ -61,7 +61,8 @@ def _taken(columns: ProblemColumns, start: FleetPlacement, orders: AdmissionOrde
 
 
 def _promising(columns: ProblemColumns, orders: AdmissionOrders) -> list[SolverFleet]:
-    """Return the fleets whose combinations of instance kinds do best when one fleet of each is filled."""
+    """Return the fleets of the most promising combinations of instance kinds; one fleet of each is filled to
+    compare."""
     alike: dict[tuple[tuple[int, bool], ...], list[SolverFleet]] = {}
     for fleet in fleets(columns, MOST_FLEETS):
         kinds = zip(fleet.configuration.tolist(), (fleet.current >= 0).tolist(), strict=True)
@@ -88,7 +89,10 @@ def _promising(columns: ProblemColumns, orders: AdmissionOrders) -> list[SolverF
 def _filled(
     columns: ProblemColumns, fleet: SolverFleet, orders: AdmissionOrders, bound_s: float
 ) -> list[PlacementSearch]:
-    """Return the fleet filled evenly and, if possible, also with long requests packed together."""
+    """Return up to two placements on the fleet: one filled evenly, and one with long requests packed together if found.
+
+    The list is empty if the fleet cannot serve all requests.
+    """
     even = PlacementSearch(columns, fleet, orders)
     if not even.insert():
         return []
@@ -107,7 +111,7 @@ def _filled(
 
 
 def fleets(columns: ProblemColumns, most: int) -> Iterator[SolverFleet]:
-    """Yield at most `most` fleets, without those that have room for another instance."""
+    """Yield at most `most` fleets. Fleets that have room for another instance are omitted."""
     for parts in islice(_Walk(columns).fleets(), most):
         yield SolverFleet.of(columns, (), [(configuration, gpus) for configuration, _, gpus in parts])
 
@@ -143,9 +147,9 @@ class _Walk:
                 yield from self._nodes(0, list(kept), taken, {})
 
     def _nodes(self, node: int, parts: list[Part], taken: set[GpuId], chosen: dict[int, int]) -> Iterator[list[Part]]:
-        """Yield all fleets that extend `parts` from `node` on.
+        """Yield all fleets that extend `parts` with instances on `node` and later nodes.
 
-        Idle nodes of one size are equivalent; `chosen` has the option used for the last of each size, so that only
+        Idle nodes of one size are equivalent. `chosen` has the option used for the last node of each size, so that only
         ascending combinations are enumerated.
         """
         if node == len(self.nodes):
@@ -193,7 +197,8 @@ class _Walk:
         return options
 
     def _kept(self, mine: tuple[Part, ...]) -> Iterator[tuple[Part, ...]]:
-        """Yield the instances to keep: all subsets or, beyond ANY_KEPT, the costliest to leave per configuration."""
+        """Yield sets of instances to keep: all subsets of at most ANY_KEPT instances; of more, per configuration only
+        the instances that are the most expensive to leave."""
         if len(mine) <= ANY_KEPT:
             for size in range(len(mine), -1, -1):
                 yield from combinations(mine, size)

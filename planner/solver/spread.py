@@ -12,9 +12,9 @@ USUAL = 3  # usual measures of load: work, tokens, requests
 
 
 def loads(columns: ProblemColumns, configuration: int) -> list[tuple[Floats, bool]]:
-    """Return several measures of the load of each request, the usual ones last.
+    """Return several measures of the load of each request, each with a flag. The usual measures are last.
 
-    The flag of a measure states whether the first (longest) request of an instance adds alpha for its iterations.
+    The flag states whether the first (longest) request of an instance adds alpha for its iterations.
     """
     work_s, alpha_s = columns.work_s[configuration], columns.alpha_s[configuration]
     share = np.maximum(columns.footprint / columns.capacity[configuration], 1 / columns.slots[configuration])
@@ -46,9 +46,9 @@ def orders(columns: ProblemColumns) -> list[Ints]:
 
 
 def least_loaded(columns: ProblemColumns, configuration: int, instances: int, load: Floats, first: bool) -> Ints:
-    """Place requests, longest first, on the least loaded of equal instances; return the instance of each.
+    """Place requests, longest first, on the least loaded of equal instances; return the instance of each request.
 
-    Many requests are placed in rounds.
+    If there are many requests, they are placed in rounds.
     """
     if columns.count > MANY:
         return _in_rounds(columns, configuration, instances, load, first)
@@ -58,7 +58,7 @@ def least_loaded(columns: ProblemColumns, configuration: int, instances: int, lo
 def one_by_one(
     columns: ProblemColumns, configuration: int, instances: int, load: Floats, first: bool, order: Ints
 ) -> Ints:
-    """Place requests in `order` on the least loaded of equal instances; return the instance of each.
+    """Place requests in `order` on the least loaded of equal instances; return the instance of each request.
 
     The lowest index breaks ties.
     """
@@ -73,7 +73,7 @@ def one_by_one(
 
 
 def onto_least_loaded(instances: int, loads: Sequence[float], alone: Sequence[float]) -> list[int]:
-    """Place requests in order on the least loaded of equal instances; return the instance of each.
+    """Place requests in the given order on the least loaded of equal instances; return the instance of each request.
 
     The lowest index breaks ties. The first request of an instance is its longest and adds its `alone` (the seconds of
     its iterations) to its load.

@@ -1,7 +1,7 @@
-"""Improve placements whose instances admit requests in several waves, for lack of KV room or slots.
+"""Improve placements whose instances admit requests in several waves, because KV room or slots are short.
 
-Better orders of admission are tried, and requests move from the instance that finishes last to those that finish first.
-Only the instance that finishes last is considered, because it determines the makespan.
+Better orders of admission are tried, and requests move from the instance that finishes last to the instances that
+finish first. Only the instance that finishes last is considered, because it determines the makespan.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,8 @@ STEP = 1e-6  # share of the makespan that a move must gain
 def sooner(
     columns: ProblemColumns, candidates: Sequence[FleetPlacement], enough_s: float, work: SearchBudget
 ) -> list[FleetPlacement]:
-    """Return the most promising candidates that admit requests in waves, with better orders and levelled loads."""
+    """Return the most promising candidates that admit requests in waves, with better admission orders and even
+    loads."""
     soonest_s = min((each.makespan_s for each in candidates), default=np.inf)
     promising: dict[tuple[int, float], tuple[float, FleetPlacement]] = {}
     for each in candidates:
@@ -93,12 +94,14 @@ class Waves:
         return max(self.finish_s, default=0.0)
 
     def reorder(self, enough_s: float) -> None:
-        """Try admission orders on the instance that finishes last, until `enough_s` is met or no order is left."""
+        """Try admission orders on the instance that finishes last, until the makespan is `enough_s` or no order is
+        left."""
         while self.work.left > 0 and self.makespan_s > enough_s and self._reordered(self._last()):
             pass
 
     def level(self, enough_s: float) -> None:
-        """Try orders and moves on the instance that finishes last, until `enough_s` is met or nothing helps."""
+        """Try orders and moves on the instance that finishes last, until the makespan is `enough_s` or nothing
+        helps."""
         while self.work.left > 0 and self.makespan_s > enough_s:
             last = self._last()
             if not self._reordered(last) and not self._relieved(last):
@@ -115,7 +118,7 @@ class Waves:
     # --- one instance
 
     def _costs_s(self, instance: int, requests: Ints) -> Floats:
-        """Return the seconds of work and move that each request costs the instance."""
+        """Return the seconds that each request costs the instance, for its work and its move."""
         configuration = int(self.fleet.configuration[instance])
         moved_s = moves_s(self.columns, self.fleet, requests, np.full(len(requests), instance))
         costs_s: Floats = self.columns.work_s[configuration, requests] + moved_s
@@ -160,7 +163,8 @@ class Waves:
         self.finish_s[instance] = fixed_s + self.alpha_s[instance] * iterations
 
     def _quickest(self, instance: int, requests: Sequence[int], limit: float) -> tuple[float, list[int]]:
-        """Return iterations and order of `requests` on the instance, after a few tries to reach `limit` iterations."""
+        """Return the best order found for `requests`, with its iterations, after a few tries to reach `limit`
+        iterations."""
         if not requests:
             return 0.0, []
         order = self._longest_first(requests)

@@ -1,11 +1,11 @@
-"""Tighten the lower bound for few GPUs, by allowing only whole instances.
+"""Tighten the lower bound for small numbers of GPUs, by allowing only whole instances.
 
 Give each request a weight. An instance that ends by T and whose longest request has L tokens serves requests of at most
 L whose work leaves time for L iterations. The maximum weight that it can serve is a fractional knapsack, filled by
-weight per second. Sort the instances of a placement by descending L. The instances before one serve all requests longer
-than its L, so the more they serve, the smaller its L may be, and the more it can serve itself. The maximum weight that
-u GPUs serve is therefore found by dynamic programming over the last instance. If it is less than the weight of all
-requests, T cannot be met. This holds for any weights; some give higher bounds.
+weight per second. Sort the instances of a placement by descending L. All requests longer than the L of an instance are
+served by the instances before it. Therefore, the more these instances serve, the smaller L may be, and the more the
+instance itself can serve. The maximum weight that u GPUs serve is found by dynamic programming over the last instance.
+If it is less than the weight of all requests, T cannot be met. This holds for any weights; some give higher bounds.
 """
 
 from bisect import bisect_right
@@ -46,7 +46,8 @@ def raised_s(columns: ProblemColumns, bound_s: float, high_s: float, tight: bool
 
 
 def _weights(columns: ProblemColumns, tight: bool) -> Iterator[Floats]:
-    """Yield weights of the requests: their usage of an instance of each configuration, by several measures."""
+    """Yield arrays of request weights: the share of an instance that each request uses, by configuration and
+    measure."""
     kinds = np.flatnonzero(columns.placeable).tolist()
     for kind in kinds:
         yield columns.work_s[kind]
@@ -59,7 +60,7 @@ def _weights(columns: ProblemColumns, tight: bool) -> Iterator[Floats]:
 
 
 class _Stairs:
-    """Weighted requests, longest first, prepared for checking several makespans."""
+    """The weighted requests, longest first, prepared for checking whether they can end by a given makespan."""
 
     def __init__(self, columns: ProblemColumns, weights: Floats) -> None:
         order = columns.longest_first
@@ -104,7 +105,8 @@ class _Stairs:
         return most[-1] < enough
 
     def _served(self, place: int, option: InstanceOption, makespan_s: float) -> list[float]:
-        """Return, for each class, the maximum weight of an instance whose longest request is of the class or longer."""
+        """Return, for each class, the maximum weight served by an instance whose longest request is of that class or of
+        a longer one."""
         free_s = makespan_s - option.switch_s
         limit = min(_filled(*knapsack, free_s) for knapsack in self.rooms[place])
         rooms_s = (free_s - option.alpha_s * self.shortest).tolist()
@@ -113,7 +115,7 @@ class _Stairs:
 
 
 def _knapsacks(cost_s: Floats, weights: Floats, starts: Ints) -> list[tuple[Floats, Floats]]:
-    """Return, for each start, the cumulative seconds and weights of the requests from there on.
+    """Return, for each start, the cumulative seconds and weights of the requests from that start on.
 
     The requests are sorted by descending weight per second.
     """
@@ -143,7 +145,7 @@ def _filled(costs_s: Floats, gains: Floats, room_s: float) -> float:
 
 
 def _starts(remaining: Floats, classes: int) -> Ints:
-    """Return the start indices of classes with about equal numbers of tokens; the longest requests form their own."""
+    """Return the start indices of length classes with about equal tokens; each of the longest requests is a class."""
     share = np.cumsum(remaining) / remaining.sum()
     cuts = np.searchsorted(share, np.linspace(0, 1, classes + 1)[1:-1])
     starts: Ints = np.unique(np.concatenate((np.arange(min(len(remaining), SINGLE)), cuts)))

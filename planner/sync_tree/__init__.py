@@ -1,2 +1,2 @@
-"""Plan how a weight version reaches every engine: circuit-scheduled trees of shards (appendix E of the paper). Has no
-side effects."""
+"""Plan the transfer of a weight version to all engines by circuit-scheduled trees of shards (appendix E of the paper).
+Has no side effects."""

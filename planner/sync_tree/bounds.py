@@ -1,8 +1,9 @@
 """Compute the time that no plan can beat, and the best time of sending directly from holders. Has no side effects.
 
-Both are fluid: circuits and waves may be fractional. The bound counts what each part must carry in any plan: receivers'
-NICs; into each pod and ToR every shard that is needed and not held there, once; out of the holders every shard at least
-once, spread optimally (a linear program); circuits at both ends of every crossing."""
+Both are fluid: circuits and waves may be fractional. The bound is the longest time of any part of the network for the
+bytes that it must carry in any plan. Each receiver's NIC carries the shards that it needs. Each pod and ToR receives
+every shard that is needed and not held in it, once. The holders send every shard at least once, distributed optimally
+over them (a linear program). Every crossing between pods uses circuits at both ends."""
 
 import math
 from collections import Counter, defaultdict
@@ -22,7 +23,7 @@ PodsOf = tuple[set[int], set[int], float]  # pods that hold, pods that need, and
 
 
 def lower_bound_s(problem: SyncProblem) -> float:
-    """Return a lower bound on the seconds of any plan. Raises Unreachable if no plan exists."""
+    """Return a lower bound on the duration of any plan in seconds. Raises Unreachable if no plan exists."""
     program = _Program(problem)
     needed = _needed(problem)
     pods_of: list[PodsOf] = []
@@ -55,8 +56,8 @@ def lower_bound_s(problem: SyncProblem) -> float:
 
 
 def naive_s(problem: SyncProblem) -> float:
-    """Return the seconds if every receiver is served directly by a holder, within the same limits and with the best
-    spread over holders; infinite if some are not connected directly."""
+    """Return the duration in seconds if a holder sends to every receiver directly, within the same limits and with the
+    best distribution over holders; infinite if a receiver has no direct connection to a holder."""
     program = _Program(problem)
     for (holders, receivers), gigabits in _needed(problem).items():
         held = sorted(_places(problem.pod, holders))
@@ -92,7 +93,7 @@ def _naive_way(problem: SyncProblem, holder: int, receiver: int) -> list[Limit]:
 
 
 def _needed(problem: SyncProblem) -> Mapping[tuple[Ends, Ends], float]:
-    """Return the gigabits by holders and receivers."""
+    """Return the gigabits of all shards with the same holders and receivers, by (holders, receivers)."""
     found: defaultdict[tuple[Ends, Ends], float] = defaultdict(float)
     for shard in problem.shards:
         if shard.receivers:
@@ -101,21 +102,21 @@ def _needed(problem: SyncProblem) -> Mapping[tuple[Ends, Ends], float]:
 
 
 def _places(of: Ints, ends: Ends) -> set[int]:
-    """Return the pods or ToRs of the endpoints."""
+    """Return the pods or ToRs of the endpoints; `of` has the pod or ToR of every endpoint."""
     return set(of[list(ends)].tolist())
 
 
 def _relayed_s(problem: SyncProblem, needed: Mapping[tuple[Ends, Ends], float]) -> float:
-    """Return the seconds for all deliveries over the NICs of all possible senders: endpoints that hold or receive
-    something."""
+    """Return the seconds for sending all deliveries over the NICs of all possible senders, which are the endpoints that
+    hold or receive a shard."""
     total = sum(gigabits * len(receivers) for (_, receivers), gigabits in needed.items())
     senders = {end for ends in needed for end in (*ends[0], *ends[1])}
     return total / float(problem.nic_gbps[sorted(senders)].sum()) if total else 0.0
 
 
 def _crossing_s(problem: SyncProblem, pods_of: Sequence[PodsOf]) -> float:
-    """Return the seconds for crossings: each uses a circuit's capacity at both ends, in two pods, wherever relays are
-    placed."""
+    """Return the seconds for all crossings between pods. Each crossing uses a circuit's capacity in both pods, with any
+    choice of relays."""
     crossing = sum(gigabits * len(needing - held) for held, needing, gigabits in pods_of)
     if not crossing:
         return 0.0
@@ -133,9 +134,9 @@ def _crossing_s(problem: SyncProblem, pods_of: Sequence[PodsOf]) -> float:
 
 
 def _cuts_s(pods_of: Sequence[PodsOf], capacity: Floats, among: Sequence[int]) -> float:
-    """Return the seconds by cuts around sets of pods with faster links among themselves than to others, such as sites:
-    shards needed but not held inside enter once. `capacity` is [of `among`, of `among`] in Gbps; `among` lists pods
-    that hold or need shards."""
+    """Return the seconds that shards take to enter sets of pods, such as sites, whose links among themselves are faster
+    than their links to other pods. Shards that are needed but not held in a set enter it once. `among` lists the pods
+    that hold or need shards; `capacity` is in Gbps, indexed by two positions in `among`."""
     from scipy.sparse.csgraph import connected_components
 
     longest_s = 0.0
@@ -155,7 +156,7 @@ def _cuts_s(pods_of: Sequence[PodsOf], capacity: Floats, among: Sequence[int]) -
 
 
 def _reach(problem: SyncProblem, pairs: ShardPairs, held: set[int], needed: set[int]) -> None:
-    """Raise Unreachable if a shard is needed beyond pods that neither need nor hold it."""
+    """Raise Unreachable if a pod that needs a shard can only be reached through pods that neither need nor hold it."""
     reached, queue = set(held), sorted(held)
     while queue:
         near = set(np.flatnonzero(pairs.circuits[queue.pop()]).tolist()) & needed - reached
@@ -170,9 +171,9 @@ def _boundary_gbps(problem: SyncProblem) -> Floats:
 
 
 class _Program:
-    """A linear program for the least time in which amounts pass limits. Other amounts are spread over alternatives,
-    each of which loads some limits. If pods are not connected in pairs, `pod_in`, `pod_out` and `pair` are no
-    limits."""
+    """A linear program for the least time in which amounts of data pass limits. Fixed amounts load given limits; other
+    amounts are spread over alternatives, each of which loads several limits. If pods are not connected in pairs,
+    `pod_in`, `pod_out` and `pair` are not limits."""
 
     def __init__(self, problem: SyncProblem) -> None:
         self._problem = problem
@@ -189,7 +190,8 @@ class _Program:
             self._alone[limit] += gigabits
 
     def spread(self, gigabits: float, ways: Iterable[Iterable[Limit]]) -> None:
-        """Spread an amount over alternatives; those without capacity are dropped."""
+        """Spread an amount over alternative ways, each a list of limits. Ways with a limit of no capacity are
+        dropped."""
         open_ways = {tuple(way) for way in ways if all(self._capacity(limit) > 0 for limit in way)}
         if len(open_ways) == 1:  # a single alternative needs no program
             self.load(gigabits, *open_ways.pop())
@@ -197,8 +199,8 @@ class _Program:
             self._spread[tuple(sorted(open_ways))] += gigabits
 
     def seconds(self, rounding: float = _SOLVERS_ROUNDING) -> float:
-        """Return the least time. Raises Unreachable if a loaded limit has no capacity, or an amount has no alternative
-        left."""
+        """Return the least time in seconds. Raises Unreachable if a loaded limit has no capacity, or all alternatives
+        of an amount were dropped."""
         for limit in sorted(self._alone):
             if self._capacity(limit) <= 0:
                 is_tor = limit[0].startswith("tor")

@@ -2,9 +2,9 @@
 effects.
 
 All edges of a wave end together, except for delays from the edges above them. Inside a pod each piece gets a tree. A
-tree enters each ToR once, at a head, and spreads below the ToR from there. An endpoint that has used its sending time
-in the wave gets no more children, so that the trees of one wave have different inner nodes and all endpoints share the
-sending. Within that limit, trees are as shallow as possible."""
+tree enters each ToR once, at a head, and spreads below the ToR from this head. An endpoint that has used its sending
+time in the wave gets no more children, so that the trees of one wave have different inner nodes and all endpoints share
+the sending. Within that limit, trees are as shallow as possible."""
 
 import heapq
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class LocalPiece:
 
 @dataclass(frozen=True, slots=True)
 class LocalPod:
-    """One pod of a wave. Loads are seconds that phase A has used already."""
+    """One pod of a wave. `sent_s` and `tor_sent_s` are the seconds of sending that phase A has already used."""
 
     nic_gbps: tuple[float, ...]  # [endpoint]
     tor: tuple[int, ...]  # [endpoint]
@@ -44,8 +44,8 @@ class LocalPod:
 
 @lru_cache(maxsize=4096)  # regular sites repeat the same input for every pod and wave
 def spread(pod: LocalPod) -> tuple[Ints, ...]:
-    """Return a tree for each piece as [3, edge]: the parent, the child, and the number of edges above. Receivers below
-    unreachable ToRs are left out."""
+    """Return a tree for each piece, as an array with three rows: the parent, the child, and the number of edges above
+    of each edge. Receivers below unreachable ToRs are omitted."""
     budget, _ = _budgets(pod)
     only = [_only_ways(pod, piece, budget) for piece in pod.pieces]
     overrun_s, trees = _spread(pod, only)
@@ -56,15 +56,16 @@ def spread(pod: LocalPod) -> tuple[Ints, ...]:
 
 
 def _budgets(pod: LocalPod) -> tuple[list[float], list[float]]:
-    """Return the gigabits that each endpoint, and each ToR upwards, can still send in the wave."""
+    """Return the gigabits that each endpoint can still send in the wave, and that can still leave each ToR upwards."""
     ends, tors = zip(pod.sent_s, pod.nic_gbps, strict=True), zip(pod.tor_sent_s, pod.tor_gbps, strict=True)
     budget, tor_budget = ([max(0.0, pod.floor_s - sent_s) * gbps for sent_s, gbps in each] for each in (ends, tors))
     return budget, tor_budget
 
 
 def _spread(pod: LocalPod, only: Sequence[tuple[set[int], set[int]]]) -> tuple[float, tuple[Ints, ...]]:
-    """Return the longest overrun of an endpoint or a ToR, in seconds, and the trees. `only` lists the endpoints and the
-    ToRs that alone can start each tree: they reserve the time for one child until the tree starts."""
+    """Return the longest overrun of an endpoint or a ToR, in seconds, and the trees. `only` has, for each tree, the
+    only endpoint and the only ToR that can start it, if any: they reserve the time for one child until the tree
+    starts."""
     budget, tor_budget = _budgets(pod)
     for piece, (ends, tors) in zip(pod.pieces, only, strict=True):
         _spend(budget, ends, piece.gigabits)
@@ -123,8 +124,8 @@ class _Tree:
         heapq.heappush(self._queue, (depth, -self._budget[endpoint], endpoint))
 
     def _next(self) -> tuple[int, int] | None:
-        """Return a parent with time for a child, the highest first, and the child's ToR. Another ToR comes first if
-        some are not entered yet and the parent can also serve its own."""
+        """Return the highest parent with time for a child, and the child's ToR; None if no parent has time. The child
+        is in a ToR that was not entered yet if there is one and the parent can also serve its own ToR."""
         size = self._gigabits * _LESS
         while self._queue:
             depth, _, parent = self._queue[0]
@@ -137,8 +138,8 @@ class _Tree:
         return None
 
     def _freest_leaving(self, depth: int) -> int | None:
-        """Return the endpoint at this depth that can send to another ToR and has most time left, by its ToR, then by
-        itself; None if there is none."""
+        """Return the endpoint at this depth that can send to another ToR and whose ToR has the most time left, then the
+        endpoint itself; None if no endpoint can."""
         pod, size, best = self._pod, self._gigabits * _LESS, None
         for _, _, end in (each for each in self._queue if each[0] == depth):
             tor, budget = pod.tor[end], self._budget[end]
@@ -148,7 +149,8 @@ class _Tree:
         return None if best is None else -best[2]
 
     def _over(self) -> tuple[int, int] | None:
-        """Return the parent that exceeds its time least, and the child's ToR; None if no receiver can be served."""
+        """Return the parent that exceeds its time the least by sending to one more child, and the child's ToR; None if
+        no receiver can be served."""
         pod, best = self._pod, None
         for tor in (tor for tor, missing in self._missing.items() if missing):
             for parent, depth in self._depth.items():
@@ -174,8 +176,8 @@ class _Tree:
 
 
 class EdgeLaying:
-    """Builds the edges of a site's waves. `stripes` is the number of trees per piece inside a pod, each for an equal
-    part."""
+    """Builds the edges of a site's waves. `stripes` is the number of trees per piece inside a pod, each of which
+    carries an equal part of the piece."""
 
     def __init__(self, problem: SyncProblem, stripes: int) -> None:
         self._problem = problem
@@ -216,7 +218,7 @@ class EdgeLaying:
     def _above(
         self, crossings: Sequence[PodCrossing], trees: dict[tuple[int, int], list[Ints]]
     ) -> dict[tuple[int, int], int]:
-        """Return, by piece and pod that it crosses into, the number of edges above the seed, including the crossing."""
+        """Return the number of edges above the seed, including the crossing, by (piece, pod that it crosses into)."""
         above: dict[tuple[int, int], int] = {}
         into = {(id(each.piece), self._pod(each.dst)): each for each in crossings}
 
@@ -237,7 +239,7 @@ class EdgeLaying:
         return above
 
     def _parts(self, piece: ShardPiece) -> list[tuple[int, int]]:
-        """Return the piece's stripes as (offset in the shard, bytes)."""
+        """Return the stripes of the piece as (offset in the shard, number of bytes)."""
         stripes = cut(piece.bytes, min(self._stripes, piece.bytes))
         return [(piece.offset + offset, size) for offset, size in stripes]
 
@@ -300,8 +302,8 @@ def wave_of(problem: SyncProblem, rows: Sequence[EdgeRow]) -> Wave:
 
 
 def equalise(problem: SyncProblem, crossings: Sequence[PodCrossing], left: Ints, between: Ints | None) -> None:
-    """Give spare circuits one by one to the edge that would take longest, if both of its pods have one. `between` has
-    the spare circuits of each pair of pods; None if any pods can be connected."""
+    """Assign spare circuits, one at a time, to the edge that would take longest, if both of its pods have a spare
+    circuit. `between` has the spare circuits of each pair of pods; None if any two pods can be connected."""
     gbps = [problem.circuit_gbps(int(problem.pod[each.src]), int(problem.pod[each.dst])) for each in crossings]
     queue = [(-each.piece.gigabits / gbps[number], number) for number, each in enumerate(crossings)]
     heapq.heapify(queue)

@@ -1,9 +1,9 @@
-"""Map each rank to its part of each parameter, in Megatron's layout (TP, PP, EP, replicas) and in an engine's. Has no
-side effects.
+"""Map each rank to its part of each parameter, in Megatron's layout (TP, PP, EP, replicas) and in vLLM's. Has no side
+effects.
 
-A rank's tensor consists of boxes of the whole one, stacked along one axis. This describes both the owners of elements
-and their place in memory. Sources: Megatron-core's parallel_state (rank order tp-cp-ep-dp-pp; linear_qkv is ordered by
-KV groups), vLLM's parallel_state, QKVParallelLinear, VocabParallelEmbedding and FusedMoE."""
+A rank's tensor consists of boxes of the whole tensor, stacked along one axis. This describes both the owners of
+elements and their place in memory. Sources: Megatron-core's parallel_state (rank order tp-cp-ep-dp-pp; linear_qkv is
+ordered by KV groups), vLLM's parallel_state, QKVParallelLinear, VocabParallelEmbedding and FusedMoE."""
 
 import itertools
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class LocalShard:
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
     """The layout of one vLLM engine. Rank is (dp * PP + stage) * TP + tp. Experts are divided over all DP x TP ranks of
-    a stage: whole experts with `has_expert_parallel`, otherwise the inside of each."""
+    a stage: each rank has whole experts with `has_expert_parallel`, otherwise a part of every expert."""
 
     endpoints: tuple[int, ...]  # [rank]
     tp: int = 1
@@ -44,7 +44,7 @@ class EngineLayout:
         return _stages(where, self.pp, self.stage_of_layer)
 
     def local(self, parameter: Parameter, rank: int) -> tuple[LocalShard, ...]:
-        """Return the rank's shards of a parameter. Raises ValueError if vLLM could not divide it."""
+        """Return the rank's shards of a parameter. Raises ValueError if vLLM cannot divide it by this layout."""
         dp, stage, tp = rank // (self.pp * self.tp), rank // self.tp % self.pp, rank % self.tp
         if stage not in self.stages(parameter.where):
             return ()
@@ -61,8 +61,8 @@ class EngineLayout:
 
 @dataclass(frozen=True, slots=True)
 class TrainerLayout:
-    """The layout of a Megatron trainer. Rank is (stage * replicas + replica) * TP + tp; context parallelism counts
-    among the replicas. Experts have their own grid inside a stage: (replica * EP + ep) * expert_tp + tp. Fused
+    """The layout of a Megatron trainer. Rank is (stage * replicas + replica) * TP + tp; ranks of context parallelism
+    count as replicas. Experts have their own grid inside a stage: (replica * EP + ep) * expert_tp + tp. Fused
     parameters are in Megatron's order: q, k and v of one KV group after another; gate and up of each rank together."""
 
     endpoints: tuple[int, ...]  # [rank]
@@ -85,7 +85,7 @@ class TrainerLayout:
         return _stages(where, self.pp, self.stage_of_layer)
 
     def local(self, parameter: Parameter, rank: int) -> tuple[LocalShard, ...]:
-        """Return the rank's shards of a parameter. Raises ValueError if Megatron could not divide it."""
+        """Return the rank's shards of a parameter. Raises ValueError if Megatron cannot divide it by this layout."""
         stage, number = divmod(rank, len(self.endpoints) // self.pp)
         if stage not in self.stages(parameter.where):
             return ()
@@ -105,7 +105,7 @@ class TrainerLayout:
 
 
 def vllm_stages(layers: int, pp: int) -> tuple[int, ...]:
-    """Return the stage of each layer. A remainder goes to the last stage but one, then to earlier ones."""
+    """Return the stage of each layer. Remaining layers go to the last stage but one, then to earlier stages."""
     counts = [layers // pp] * pp
     for place in range(layers % pp):
         counts[-2 - place] += 1
@@ -124,7 +124,8 @@ def megatron_stages(layers: int, pp: int, chunks: int = 1) -> tuple[int, ...]:
 def _blocks(
     shape: tuple[int, ...], split: ParameterSplit, rank: int, of: int, vocab_multiple: int
 ) -> tuple[LocalShard, ...]:
-    """Return even shares of each part. Heads fewer than ranks are copied to adjacent ranks."""
+    """Return an even share of each part of the parameter. If there are fewer heads than ranks, adjacent ranks have
+    copies of a head."""
     axis = split.axis
     if axis is None:
         return _local(shape, 0, [(0, shape[0])])
@@ -167,7 +168,7 @@ def _by_groups(shape: tuple[int, ...], split: ParameterSplit, rank: int, of: int
 
 
 def _padded(shape: tuple[int, ...], split: ParameterSplit, of: int, multiple: int) -> int:
-    """Return the rows of a vocabulary including padding."""
+    """Return the number of rows of a vocabulary, including padding."""
     rows = -(-shape[split.axis or 0] // multiple) * multiple
     if rows % of:
         raise ValueError(f"{rows} rows of a vocabulary cannot be divided by TP {of}")
@@ -188,7 +189,7 @@ def _within(whole: tuple[LocalShard, ...], first: int, last: int) -> tuple[Local
 
 
 def chunk(length: int, part: int, of: int) -> Range:
-    """Return the range of part `part` in torch.chunk: the last may be shorter or empty."""
+    """Return the range of part `part` as torch.chunk divides `length`: the last parts may be shorter or empty."""
     each = -(-length // of)
     return min(length, part * each), min(length, (part + 1) * each)
 

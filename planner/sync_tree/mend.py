@@ -1,8 +1,8 @@
-"""Plan new edges after some broke or a peer died, so that every missing byte still arrives, once. Has no side effects.
+"""Plan new edges after edges broke or a peer died, so that every missing byte still arrives once. Has no side effects.
 
-A peer that lacks bytes which no running edge brings gets them from another peer that has them, or that receives them by
-edges that still run and so is not below it. New edges keep their waves: none waits for an edge of a later wave.
-Otherwise peers that begin waves in order could wait for each other."""
+If no running edge brings the bytes that a peer lacks, they come from another peer that has them, or that receives them
+by edges that still run and is therefore not below that peer. A new edge never waits for an edge of a later wave.
+Otherwise, peers that begin waves in order could wait for each other."""
 
 import itertools
 from collections import defaultdict
@@ -25,10 +25,10 @@ def mend(
 ) -> tuple[list[PeerFlow], Missing]:
     """Return new flows, and the bytes that no available peer has or will have.
 
-    `running` flows bring more unless one of their ends has died; `ended` ones broke before they were complete.
-    `missing`: for each living peer and each shard that it has or needs, the ranges that it lacks now. `weight`: the
-    relative time of a byte between two peers; None: no connection. Sources share the sending in parts of at most
-    `part_bytes`."""
+    `running` flows bring more bytes unless one of their ends has died; `ended` flows broke before they were complete.
+    `missing` has, for each living peer and each shard that it has or needs, the ranges that it lacks now. `weight`
+    returns the relative time of a byte between two peers; None means no connection. Sources share the sending in parts
+    of at most `part_bytes`."""
     runs: defaultdict[str, list[PeerFlow]] = defaultdict(list)
     over: defaultdict[str, list[PeerFlow]] = defaultdict(list)
     sending: defaultdict[PeerId, float] = defaultdict(float)
@@ -55,7 +55,7 @@ def mend(
 
 
 class _Mending:
-    """Mends one range of bytes in which each peer has all or none."""
+    """Plans new flows for one range of bytes, of which each peer has all bytes or none."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class _Mending:
             self._reach(peer)
 
     def new(self, sending: defaultdict[PeerId, float], weight: Weight) -> Iterator[PeerFlow]:
-        """Yield new flows. A peer that has no possible sender yet waits for the others."""
+        """Yield new flows. A peer without a possible sender is served after the peers that may become its sender."""
         waiting = self._tops
         while waiting:
             again = []
@@ -100,7 +100,7 @@ class _Mending:
             waiting = again
 
     def left(self) -> list[PeerId]:
-        """Return the peers that cannot be served."""
+        """Return the peers that cannot receive the range from any peer."""
         found, queue = [], [peer for peer in self._tops if peer not in self._wave]
         while queue:
             peer = queue.pop()
@@ -109,8 +109,8 @@ class _Mending:
         return sorted(found)
 
     def _from(self, dst: PeerId, sending: Mapping[PeerId, float], weight: Weight) -> tuple[PeerId, int] | None:
-        """Return the source that would be soonest, and the wave. A peer that is itself still receiving must receive
-        first."""
+        """Return the source that would send soonest, and the wave; None if there is no source. A source that is itself
+        still receiving the bytes must receive them first."""
         was = self._was.get(dst, 0)
         best: tuple[tuple[float, bool, PeerId], int] | None = None
         for src, since in self._wave.items():
@@ -124,7 +124,7 @@ class _Mending:
         return None if best is None else (best[0][2], best[1])
 
     def _reach(self, peer: PeerId) -> None:
-        """Mark all peers below this one as served."""
+        """Mark all peers below `peer` as served."""
         queue = [peer]
         while queue:
             for each in self._below[queue.pop()]:
@@ -142,7 +142,8 @@ def _is_fed(peer: PeerId, ranges: Sequence[Range], running: Sequence[PeerFlow]) 
 
 
 def _parts(lacking: Mapping[PeerId, Sequence[Range]], feeds: Sequence[PeerFlow], most: int) -> Iterator[Range]:
-    """Yield (first, last) of the ranges that some peer lacks, cut wherever the set of peers or flows changes."""
+    """Yield the (first, last) ranges that some peer lacks, cut wherever the set of lacking peers or of flows
+    changes."""
     points = {at for ranges in lacking.values() for first, size in ranges for at in (first, first + size)}
     least, greatest = min(points), max(points)
     points |= {at for each in feeds for at in (each.offset, each.offset + each.bytes) if least < at < greatest}
@@ -153,7 +154,7 @@ def _parts(lacking: Mapping[PeerId, Sequence[Range]], feeds: Sequence[PeerFlow],
 
 
 def _joined(found: Collection[PeerFlow]) -> list[PeerFlow]:
-    """Join adjacent ranges of the same source, destination and wave."""
+    """Return the flows, with adjacent ranges of the same source, destination and wave joined."""
 
     def way(each: PeerFlow) -> tuple[str, PeerId, PeerId, int]:
         return each.shard, each.dst, each.src, each.wave

@@ -1,6 +1,6 @@
 """The types of weight sync: shards with their holders and receivers, and the waves of edges that carry them.
 
-Ids are stored once; pods, ToRs, endpoints and shards are referred to by their index in these tuples."""
+Ids are stored once; pods, ToRs, endpoints and shards are referred to by their index in the tuples of ids."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ BITS = 8e-9  # gigabits per byte
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One part of the weights. An endpoint that holds it already is not a receiver."""
+    """One part of the weights. An endpoint that already holds the shard is not one of its receivers."""
 
     id: str
     bytes: int
@@ -33,7 +33,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class ShardPairs:
-    """Fixed connections between pods: existing circuits, or a network across sites. There are no others."""
+    """The fixed connections between pods: existing circuits, or a network across sites. No other pods are connected."""
 
     circuits: Ints  # [pod, pod], per direction
     gbps: Floats  # [pod, pod], per circuit
@@ -49,8 +49,8 @@ class ShardPairs:
 
 
 def pairs_of(pods: Mapping[str, int], links: Iterable[tuple[str, str, int, float]]) -> ShardPairs:
-    """Build the connections between pods. `pods` maps each name to its index; `links` lists two pods, circuits per
-    direction, and Gbps per circuit."""
+    """Build the connections between pods. `pods` maps each name to its index; each of `links` has two pods, the number
+    of circuits per direction, and the Gbps per circuit."""
     circuits, gbps = np.zeros((len(pods), len(pods)), dtype=np.int64), np.zeros((len(pods), len(pods)))
     for a, b, count, rate_gbps in links:
         for one, other in ((pods[a], pods[b]), (pods[b], pods[a])):
@@ -92,7 +92,7 @@ class SyncProblem:
 
     @property
     def fastest_gbps(self) -> Floats:
-        """The rate of the fastest circuit into each pod, [pod]."""
+        """The rate of the fastest circuit into each pod in Gbps, as an array indexed by pod."""
         if self.pairs is None:
             return np.full(len(self.pods), self.link_gbps)
         fastest: Floats = np.where(self.pairs.circuits > 0, self.pairs.gbps, 0.0).max(axis=0, initial=0.0)
@@ -104,7 +104,7 @@ class SyncProblem:
 
 @dataclass(frozen=True, slots=True)
 class WaveEdges:
-    """The edges that run concurrently in one wave, one per index of the columns."""
+    """The edges that run concurrently in one wave, as columns with one entry per edge."""
 
     shard: Ints
     offset: Ints  # bytes into the shard
@@ -124,8 +124,8 @@ class Wave:
 
 @dataclass(frozen=True, slots=True)
 class SyncPlan:
-    """The waves of a sync. `estimate_s` is the model's time of these waves; no plan takes less than `lower_bound_s`;
-    `naive_s` is the best time if every receiver is served directly by a holder."""
+    """The waves of a sync. `estimate_s` is the predicted duration of these waves; no plan takes less than
+    `lower_bound_s`; `naive_s` is the best duration if a holder sends to every receiver directly."""
 
     waves: tuple[Wave, ...]
     estimate_s: float
@@ -138,13 +138,14 @@ class Unreachable(ValueError):
 
 
 def edge_seconds(problem: SyncProblem, edges: WaveEdges) -> Floats:
-    """Return each edge's seconds: its bytes at its rate, after one chunk and one hop for each edge above it."""
+    """Return the duration of each edge in seconds: its bytes at its rate, plus one chunk and one hop for each edge
+    above it."""
     chunk_s = problem.chunk_bytes * BITS / edges.rate_gbps
     return edges.bytes * BITS / edges.rate_gbps + edges.above * (chunk_s + problem.hop_latency_s)
 
 
 def seconds_together(problem: SyncProblem, src: Ints, dst: Ints, circuits: Ints, gigabits: Floats) -> float:
-    """Return the seconds in which all edges together fit through NICs, ToRs and their own circuits."""
+    """Return the seconds that the edges take together, given the capacity of NICs, ToRs and the edges' circuits."""
 
     def slowest_s(keys: Ints, amounts: Floats, capacity_gbps: Floats) -> float:
         sums = np.bincount(keys, weights=amounts, minlength=len(capacity_gbps))

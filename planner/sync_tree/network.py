@@ -1,8 +1,8 @@
 """State a sync as a problem in the network, plan the flows between peers, and compute what these leave for KV moves.
 Pure.
 
-The balancer prices moves with the remaining share of hosts' NICs. All rates are shares of the total; circuits and ToRs
-without a limit get one that is never reached."""
+The balancer estimates the cost of moves from the remaining share of hosts' NICs. All rates are shares of the total.
+Circuits and ToRs without a limit get a limit that is never reached."""
 
 import itertools
 import math
@@ -25,7 +25,7 @@ TimedFlow = tuple[PeerFlow, float]  # with its seconds in the plan
 
 
 class SyncSettings(Protocol):
-    """The settings of the configuration's section `weights` that planning reads."""
+    """The settings for planning from the section `weights` of the configuration."""
 
     rate_share: float
     chunk_bytes: int
@@ -120,7 +120,7 @@ def shard_segments(
 ) -> list[ShardSegment]:
     """Return the segments of a shard of `shard_bytes` bytes that peers lack.
 
-    `wanted` has the ranges that receivers lack; `there`, those that holders lack."""
+    `wanted` has the ranges that each receiver lacks; `there` has the ranges that each holder lacks."""
     points = {
         at for ranges in (*wanted.values(), *there.values()) for first, size in ranges for at in (first, first + size)
     }
@@ -137,7 +137,8 @@ def shard_segments(
 
 
 def summed_by(segments: Iterable[ShardSegment]) -> dict[str, PeerId]:
-    """Return, for each shard, the holder that computes its checksum: the one with the fewest bytes so far."""
+    """Return, for each shard, the holder that computes its checksum: the holder with the fewest bytes assigned so
+    far."""
     bytes_of: dict[PeerId, int] = defaultdict(int)
     found: dict[str, PeerId] = {}
     for each in segments:
@@ -150,7 +151,8 @@ def summed_by(segments: Iterable[ShardSegment]) -> dict[str, PeerId]:
 def plan_flows(
     segments: Sequence[ShardSegment], network: SyncNetwork, settings: SyncSettings
 ) -> tuple[list[TimedFlow], SyncPlan]:
-    """Return all flows in order of waves, and their plan. Raises Unreachable if a receiver cannot be reached."""
+    """Return all flows in the order of their waves, and the plan. Raises Unreachable if a receiver cannot be
+    reached."""
     ids = sorted({peer for each in segments for peer in (*each.holders, *each.receivers)})
     problem = sync_problem(segments, ids, network, settings)
     plan = make_plan(problem, wave_s=_WAVE_HOPS * settings.hop_latency_s)
@@ -160,7 +162,7 @@ def plan_flows(
 def _flows(
     problem: SyncProblem, plan: SyncPlan, segments: Sequence[ShardSegment], ids: Sequence[PeerId]
 ) -> list[TimedFlow]:
-    """Convert edges into flows; adjacent pieces of a shard with the same ends in one wave are joined."""
+    """Convert edges into flows. Adjacent pieces of a shard with the same ends in the same wave are joined."""
     flows: list[TimedFlow] = []
     for number, wave in enumerate(plan.waves):
         edges = wave.edges
@@ -201,11 +203,10 @@ def left_for_moves(
     stations: Mapping[PeerId, NetworkStation],
     among: Collection[PeerId],
 ) -> LeftForMoves:
-    """Return the NIC share that edges (source, destination, Gb/s) leave to KV moves between the hosts of the peers
-    `among`.
+    """Return the NIC share that `running` edges leave to KV moves between the hosts of the peers `among`.
 
-    An edge of 0 Gb/s is not limited and can use all capacity of its ends. A NIC is shared evenly among flows that would
-    fill it, per direction."""
+    An edge is (source, destination, Gb/s). A rate of 0 means that the edge is not limited and can use the full capacity
+    of its ends. In each direction, a NIC is shared evenly among the flows that would fill it."""
     wished: defaultdict[tuple[PeerId, str], float] = defaultdict(float)
     for src, dst, rate_gbps in running:
         ends = [stations[end].nic_gbps for end in (src, dst) if end in stations]

@@ -11,15 +11,15 @@ Where = int | Literal["first", "last", "both"]  # a layer's number, or the first
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """Return the elements that both boxes of a tensor share, or None."""
+    """Return the box of elements that both boxes of a tensor share; None if they share no element."""
     box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return box if all(first < last for first, last in box) else None
 
 
 @dataclass(frozen=True, slots=True)
 class FusedPart:
-    """One tensor of a fused parameter. If TP exceeds its `heads`, they are copied, not divided. 0 means that it has no
-    heads."""
+    """One tensor of a fused parameter. If TP exceeds its number of `heads`, heads are copied to several ranks. If
+    `heads` is 0, the tensor has no heads."""
 
     name: str
     length: int  # along the divided axis
@@ -32,8 +32,8 @@ class FusedPart:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSplit:
-    """The division of a parameter by TP, and whether its first axis is experts. `axis` None: every rank has all of
-    it."""
+    """The division of a parameter by TP, and whether its first axis is experts. If `axis` is None, every rank has the
+    whole parameter."""
 
     axis: int | None
     parts: tuple[FusedPart, ...] = ()  # concatenated along that axis; each is divided separately
@@ -65,7 +65,7 @@ def gate_up(intermediate: int) -> ParameterSplit:
 
 
 def experts(split: ParameterSplit) -> ParameterSplit:
-    """Return the split for [experts, out, in]."""
+    """Return the split of a stack of experts: `split` for each expert, with the expert as an additional first axis."""
     return replace(split, axis=None if split.axis is None else split.axis + 1, has_experts=True)
 
 
@@ -166,7 +166,7 @@ _MEGATRON = {
 
 def megatron_name(name: str) -> str:
     """Return Megatron-core's name of vLLM's parameter `name`; for experts, without the expert's number at the end.
-    Raises KeyError."""
+    Raises KeyError if the parameter is unknown."""
     prefix, within = "model.layers.", name
     if not name.startswith(prefix):
         return _MEGATRON[name]

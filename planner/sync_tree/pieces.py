@@ -11,18 +11,19 @@ from planner.sync_tree.model import BITS, Floats, Ints, SyncProblem
 
 
 def cut(size: int, parts: int) -> list[tuple[int, int]]:
-    """Return (offset, bytes) of each part, as equal as bytes allow."""
+    """Cut `size` bytes into `parts` parts of about equal size; return the (offset, bytes) of each part."""
     ends = [size * part // parts for part in range(parts + 1)]
     return [(first, last - first) for first, last in itertools.pairwise(ends)]
 
 
 def cut_to(size: int, most: int) -> list[tuple[int, int]]:
-    """Cut into the fewest equal parts of at most `most` bytes."""
+    """Cut `size` bytes into the fewest about equal parts of at most `most` bytes; return the (offset, bytes) of
+    each."""
     return cut(size, max(1, -(-size // most)))
 
 
 def by_pod(problem: SyncProblem, endpoints: Sequence[int]) -> dict[int, Ints]:
-    """Return the endpoints in order, by pod."""
+    """Return the endpoints of each pod, in ascending order."""
     ends = np.array(sorted(endpoints), dtype=np.int64)
     pods = problem.pod[ends]
     return {pod: ends[pods == pod] for pod in np.unique(pods).tolist()}

@@ -2,7 +2,8 @@
 effects.
 
 Several ways to cut shards and fill waves are planned in full, and the one with the least model time is used. Pieces
-that are small compared with a chunk wait longest below others; they are sent in separate rounds without such waits."""
+that are small compared with a chunk wait longest for the edges above them; they are sent in separate rounds without
+such waits."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -31,8 +32,8 @@ Cost = Callable[[Waves], float]  # seconds
 
 
 def make_plan(problem: SyncProblem, *, wave_s: float = 0.0) -> SyncPlan:
-    """Plan a sync. `wave_s`: overhead per wave beyond the model's time, which can favour plans with fewer waves. Raises
-    Unreachable if no plan exists."""
+    """Plan a sync. `wave_s` is an overhead per wave that the model does not include; it can favour plans with fewer
+    waves. Raises Unreachable if no plan exists."""
     problem = _with_boundaries(_with_islands(problem))
     bound_s = lower_bound_s(problem)
 
@@ -58,7 +59,8 @@ def _best(problem: SyncProblem, cost_s: Cost) -> Waves:
 
 
 def _or_rounds(problem: SyncProblem, best: Waves, cost_s: Cost) -> Waves:
-    """Return rounds with the finest pieces within the work limit if they are clearly better, otherwise `best`."""
+    """Return rounds with the smallest pieces that the work limit allows if they are clearly better, otherwise
+    `best`."""
     needed = [shard.bytes for shard in problem.shards if shard.receivers]
     more_pieces, clearly = _MORE_PIECES, _CLEARLY
     if problem.pairs is not None:
@@ -85,13 +87,13 @@ def _only(problem: SyncProblem, above: float, most: float) -> SyncProblem:
 
 
 def _in_trees(problem: SyncProblem, most_work: int, cost_s: Cost, *, needs_one: bool = True) -> Waves:
-    """Return the best of the strategies within the work limit. `needs_one`: try one regardless of its work."""
+    """Return the waves of the best strategy within the work limit. With `needs_one`, one strategy is always tried."""
     tried = (tuple(waves(problem, style)) for style in _styles(problem, most_work, needs_one))
     return min(tried, key=cost_s, default=())
 
 
 def _rounds_work(problem: SyncProblem, piece_bytes: int) -> int:
-    """Return an estimate of the work of rounds. In each pod a piece's copies double from wave to wave."""
+    """Return an estimate of the work of planning rounds, in which a piece's copies in a pod double with each wave."""
     work = 0
     for shard in problem.shards:
         if shard.receivers:
@@ -102,7 +104,7 @@ def _rounds_work(problem: SyncProblem, piece_bytes: int) -> int:
 
 
 def _with_islands(problem: SyncProblem) -> SyncProblem:
-    """Model a ToR without circuits as a pod of its own without any, so that nothing enters or leaves it."""
+    """Return the problem with each ToR that has no circuits as a separate pod without circuits, which is isolated."""
     islands = np.flatnonzero(problem.tor_gbps <= 0)
     if not len(islands):
         return problem
@@ -119,8 +121,8 @@ def _with_islands(problem: SyncProblem) -> SyncProblem:
 
 
 def _with_boundaries(problem: SyncProblem) -> SyncProblem:
-    """Limit boundary circuits to those that lead somewhere, in both directions, and drop pairs of pods without boundary
-    circuits."""
+    """Return the problem with each pod's boundary circuits limited to those that lead to other pods, and without the
+    pairs of pods that have no boundary circuits."""
     if problem.pairs is None:
         return problem
     is_open = problem.boundary_circuits > 0
@@ -151,14 +153,15 @@ def _styles(problem: SyncProblem, most_work: int, needs_one: bool) -> Iterator[B
 
 
 def _work(problem: SyncProblem, shard: Shard, stripes: int) -> int:
-    """Return an estimate of the work per piece: all other pods for each pod that it enters, plus its edges."""
+    """Return an estimate of the work of planning one piece: for each pod that it enters, all other pods, plus its
+    edges."""
     pods = len(np.unique(problem.pod[list(shard.receivers)]))
     return pods * (len(problem.pods) + 16) + len(shard.receivers) * stripes
 
 
 def _kinds(problem: SyncProblem) -> int:
-    """Return the maximum number of distinct sets of receivers in one pod: this many pieces must enter it at once for
-    all of it to receive."""
+    """Return the maximum number of distinct sets of receivers in one pod. This many pieces must enter the pod at once
+    so that all its receivers receive."""
     kinds: dict[int, set[tuple[int, ...]]] = {}
     for receivers in {shard.receivers for shard in problem.shards}:
         for pod, ends in by_pod(problem, receivers).items():

@@ -12,7 +12,7 @@ Range = tuple[int, int]  # first byte and number of bytes
 
 @dataclass(frozen=True, slots=True)
 class PeerFlow:
-    """Bytes of a shard that flow from one peer to another in one wave."""
+    """A range of bytes of a shard that one peer sends to another in one wave."""
 
     shard: str
     offset: int
@@ -25,7 +25,7 @@ class PeerFlow:
 
 
 class ByteRanges:
-    """Disjoint byte ranges in order; adjacent ones are joined. Not thread-safe."""
+    """Disjoint byte ranges in ascending order. Adjacent ranges are joined. Not thread-safe."""
 
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
         self._first: list[int] = []
@@ -70,7 +70,7 @@ class ByteRanges:
         return at >= 0 and offset + size <= self._last[at]
 
     def gaps(self, size: int) -> tuple[Range, ...]:
-        """Return the ranges of [0, size) that are missing, ascending."""
+        """Return the ranges of [0, size) that are not included, in ascending order."""
         found, at = [], 0
         for first, last in zip(self._first, self._last, strict=True):
             if at < first:

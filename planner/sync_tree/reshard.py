@@ -29,8 +29,8 @@ class ShardSlice:
 
 @dataclass(frozen=True, slots=True)
 class ReshardedVersion:
-    """A shard and its slices. `at_home` lists endpoints that need it and have it: nothing is sent to them, but they
-    must copy it to its new place. A shard that only such endpoints need has no receivers."""
+    """A shard and its slices. `at_home` lists the endpoints that need the shard and already have it: it is not sent to
+    them, but they must copy it to its new place in memory. A shard that only such endpoints need has no receivers."""
 
     shard: Shard
     at_home: Ends
@@ -40,8 +40,8 @@ class ReshardedVersion:
 def reshard(
     parameters: Sequence[Parameter], trainer: TrainerLayout, engines: Sequence[EngineLayout]
 ) -> tuple[ReshardedVersion, ...]:
-    """Return the shards for two layouts. Raises ValueError if a layout cannot divide a parameter, or an endpoint needs
-    elements that no trainer rank has."""
+    """Return the shards between a trainer and its engines. Raises ValueError if a layout cannot divide a parameter, or
+    an endpoint needs elements that no trainer rank has."""
     parts: _Parts = {}
     known: dict[tuple[object, ...], list[_Cell]] = {}
     for parameter in sorted(parameters, key=lambda each: each.name):
@@ -58,9 +58,9 @@ def reshard_boxes(
     having: Mapping[int, Mapping[str, Sequence[Box]]],
     needing: Mapping[int, Mapping[str, Sequence[Box]]],
 ) -> tuple[ReshardedVersion, ...]:
-    """Return the shards for given boxes. `tensors`: shape and bytes per element; `having` and `needing`: the boxes of
-    each endpoint. It is fast if equal endpoints share one mapping object. Raises ValueError if an endpoint needs
-    elements that no endpoint has."""
+    """Return the shards for given boxes. `tensors` has the shape and the bytes per element of each tensor, `having` and
+    `needing` the boxes of each endpoint. The function is fast if equal endpoints share one mapping object. Raises
+    ValueError if an endpoint needs elements that no endpoint has."""
     groups = _alike(having), _alike(needing)
     parts: _Parts = {}
     known: dict[tuple[object, ...], list[_Cell]] = {}
@@ -105,7 +105,7 @@ def _resharded(name: str, holders: Ends, needing: Ends, pieces: Iterable[tuple[_
 
 
 def _alike(ends: Mapping[int, Mapping[str, Sequence[Box]]]) -> list[tuple[list[int], Mapping[str, Sequence[Box]]]]:
-    """Group endpoints that share one mapping object."""
+    """Group the endpoints that share one mapping object; return each group with its mapping."""
     found: dict[int, tuple[list[int], Mapping[str, Sequence[Box]]]] = {}
     for end, boxes in sorted(ends.items()):
         found.setdefault(id(boxes), ([], boxes))[0].append(end)
@@ -113,7 +113,7 @@ def _alike(ends: Mapping[int, Mapping[str, Sequence[Box]]]) -> list[tuple[list[i
 
 
 def _owned(name: str, groups: Iterable[tuple[list[int], Mapping[str, Sequence[Box]]]]) -> dict[Box, Ends]:
-    """Return the owners of each box of a tensor."""
+    """Return the endpoints that own each box of a tensor."""
     found: dict[Box, Ends] = {}
     for ends, boxes in groups:
         for box in boxes.get(name, ()):
@@ -148,7 +148,7 @@ def _cells(name: str, having: Mapping[Box, Sequence[int]], needing: Mapping[Box,
 
 
 def _boxes(parameter: Parameter, layouts: Iterable[TrainerLayout | EngineLayout]) -> dict[Box, list[int]]:
-    """Return the owners of each box of a parameter."""
+    """Return the ranks that own each box of a parameter, numbered over all `layouts`."""
     found: dict[Box, list[int]] = {}
     for layout in layouts:
         for rank, end in enumerate(layout.endpoints):

@@ -1,9 +1,10 @@
-"""Plan waves of depth 0 for small pieces: each is forwarded in a later wave than the one it arrived in. Has no side
+"""Plan waves of depth 0 for small pieces: an endpoint forwards a piece in a later wave than it receives it. Has no side
 effects.
 
-Below others in the same wave, a piece waits for a whole chunk at each edge; a piece of a few chunks arrives sooner
-without such waits. In each wave every endpoint with a piece sends it to one that lacks it, the oldest piece first, so
-that rare pieces find free senders. Of each kind, one piece enters each pod as older ones finish."""
+If edges follow each other in one wave, a piece waits for a whole chunk at each edge; a piece of a few chunks arrives
+sooner without such waits. In each wave, every endpoint with a piece sends it to an endpoint that lacks it, the oldest
+piece first, so that rare pieces find free senders. Of each kind of piece, a new one enters each pod as older pieces
+finish."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Group:
-    """Pieces, in order, that the same receivers of a pod miss and that no endpoint of the pod has."""
+    """Pieces that the same receivers of a pod miss and that no endpoint of the pod has, in the order of `_pieces`."""
 
     pod: int
     receivers: Ints
@@ -55,7 +56,7 @@ class _Budget:
 
 def rounds(problem: SyncProblem, piece_bytes: int) -> Iterator[Wave]:
     """Yield waves for shards cut into equal pieces of at most `piece_bytes`. Raises Unreachable if no wave can bring
-    what is missing."""
+    the missing pieces."""
     making = _Rounds(problem, piece_bytes)
     while making.left:
         yield making.wave()
@@ -157,7 +158,8 @@ class _Rounds:
             missing = missing[self._missing[piece.number, missing]]
 
     def _through_tors(self, budget: _Budget, size: float, sources: Ints, missing: Ints) -> tuple[Ints, Ints]:
-        """Return pairs below the same ToR if possible, otherwise as far as both ToRs have capacity."""
+        """Return pairs of sources and destinations: below the same ToR if possible, otherwise between ToRs that both
+        have capacity."""
         tor = self._problem.tor
         out, into = budget.tor_out.copy(), budget.tor_in.copy()
         lacking = missing.tolist()
@@ -178,8 +180,8 @@ class _Rounds:
         return columns[0], columns[1]
 
     def _enter(self, budget: _Budget, seconds: float, least_bytes: int, taken: list[float]) -> None:
-        """Send pieces into other pods, as many as one receiver of the group can take in a wave. `taken`: gigabits, by
-        group."""
+        """Send pieces into other pods, as many as one receiver of each group can receive in a wave. `taken` has the
+        gigabits already sent to each group in the wave."""
         order = sorted(
             (number for number, group in enumerate(self._groups) if group.waiting),
             key=lambda number: -sum(piece.bytes for piece in self._groups[number].waiting),
@@ -198,9 +200,9 @@ class _Rounds:
             order = again
 
     def _cross(self, budget: _Budget, group: _Group, least_bytes: int) -> _Piece | None:
-        """Send one piece into the group's pod and return it, or None. Preferred sources are pods that do not need the
-        piece, and preferred pieces those that no other pod has yet. A pod that also needs the piece comes last, as this
-        uses two of the circuits by which pods receive."""
+        """Send one piece into the group's pod and return it; None if no piece can be sent. Preferred sources are pods
+        that do not need the piece, and preferred pieces those that no other pod has yet. A pod that also needs the
+        piece comes last, as this uses two of the circuits by which pods receive."""
         best: tuple[int, _Piece, int, int] | None = None
         seeds: dict[int, int | None] = {}  # [bytes]
         least = 2 if not budget.circuits[self._roots].any() else 0 if self._unseen else 1  # lowest possible rank
@@ -245,7 +247,7 @@ class _Rounds:
         return int(free[np.argmin(self._busy[free])]) if len(free) else None
 
     def _send(self, budget: _Budget, piece: _Piece, src: Ints, dst: Ints, circuits: int) -> None:
-        """Record transfers. `src` and `dst` must not contain an endpoint twice."""
+        """Record transfers of the piece. Neither `src` nor `dst` may contain an endpoint twice."""
         budget.sent[src] -= piece.gigabits
         budget.received[dst] -= piece.gigabits
         tor = self._problem.tor
@@ -275,8 +277,8 @@ class _Rounds:
 
 
 def _pieces(problem: SyncProblem, piece_bytes: int) -> list[_Piece]:
-    """Return the pieces, largest first, so that those of a wave are similar; equal ones alternate between holders and
-    receivers."""
+    """Return the pieces, largest first, so that the pieces of a wave are of similar size. Pieces of equal size
+    alternate between holders and receivers."""
     counts: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
     order: list[tuple[int, int, int, int, int]] = []
     for number, shard in enumerate(problem.shards):

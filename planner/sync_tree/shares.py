@@ -1,12 +1,13 @@
-"""Compute what an engine's ranks load of each tensor of a checkpoint, by its Hugging Face name. Has no side effects.
+"""Compute the part of each tensor of a checkpoint that an engine's ranks load, by its Hugging Face name. Has no side
+effects.
 
-Follows vLLM's division of decoders (`layout.py` lists the sources). Too much costs bytes, too little breaks the model,
-so a tensor is loaded whole if names and shapes do not settle its division: unknown names, uneven divisions, KV heads of
-unknown size, shared experts, and the insides of experts stored as one tensor. The embedding also goes to the last
-stage, because tied models load it there.
+Follows vLLM's division of decoders (`layout.py` lists the sources). Loading too much of a tensor costs bytes, loading
+too little breaks the model. Therefore a tensor is loaded whole if names and shapes do not determine its division:
+unknown names, uneven divisions, KV heads of unknown size, shared experts, and the insides of experts stored as one
+tensor. The embedding also goes to the last stage, because tied models load it there.
 
 Ranks are those of one replica. With data parallelism and no expert parallelism, vLLM divides experts over DP x TP, and
-with dynamic expert placement (EPLB) names do not determine the rank; set TP and EP to 1 there."""
+with dynamic expert placement (EPLB) names do not determine the rank; set TP and EP to 1 in both cases."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,8 +44,8 @@ RankNumber = Annotated[int, Interval(ge=0, lt=2**31)]
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
-    """The part of the weights that an engine's peer needs: all, or what its ranks of TP, PP and EP load. Tensors with
-    undetermined division are needed whole."""
+    """The part of the weights that an engine's peer needs: all weights, or the weights that its ranks of TP, PP and EP
+    load. Tensors whose division is not determined are needed whole."""
 
     tp: RankCount = 1
     tp_ranks: tuple[RankNumber, ...] = (0,)
@@ -61,7 +62,7 @@ class EngineShare:
 
 
 def needed_boxes(shapes: Shapes, share: EngineShare) -> dict[str, tuple[Box, ...]]:
-    """Return, for each tensor, the boxes that any of these ranks loads; unused tensors are left out."""
+    """Return, for each tensor, the boxes that any rank of the share loads. Tensors that no rank loads are omitted."""
     tp, pp, ep = share.tp, share.pp, share.ep
     stage_of_layer = _stages(shapes, pp)
     expert_counts = _experts(shapes)
@@ -102,7 +103,7 @@ def _is_on(name: str, stages: set[int], pp: int, stage_of_layer: tuple[int, ...]
 
 
 def _experts(shapes: Shapes) -> dict[str, int]:
-    """Return the number of experts, by the name's part before the expert's number."""
+    """Return the number of experts, by the part of the tensor name before the expert's number."""
     counts: dict[str, int] = {}
     for name in shapes:
         if match := _EXPERT.search(name):
@@ -112,8 +113,8 @@ def _experts(shapes: Shapes) -> dict[str, int]:
 
 
 def _of_experts(name: str, whole: Box, counts: Mapping[str, int], ep: int, ranks: Iterable[int]) -> list[Box]:
-    """Return the ranks' part of a tensor of experts. Experts are divided evenly in order; the first ranks have one
-    more."""
+    """Return the part of an expert tensor that the ranks load. Experts are divided evenly, in order; if they do not
+    divide evenly, the first ranks have one more."""
     if match := _EXPERT.search(name):
         own = _even_experts(counts[name[: match.start()]], ep, ranks)
         return [whole] if any(first <= int(match[1]) < last for first, last in own) else []
@@ -131,7 +132,8 @@ def _even_experts(count: int, ep: int, ranks: Iterable[int]) -> list[Range]:
 def _divided(
     name: str, shape: tuple[int, ...], shapes: Shapes, tp: int, ranks: Sequence[int]
 ) -> tuple[int | None, list[Range]]:
-    """Return the axis that TP divides, and the ranks' ranges on it; None if they have all of it."""
+    """Return the axis that TP divides, and the ranges on this axis that the ranks load. The axis is None if every rank
+    loads the whole tensor."""
     if tp == 1:
         return None, []
     if _VOCAB.match(name) and len(shape) == 2:
@@ -159,9 +161,9 @@ def _divided(
 
 
 def _kv_heads(name: str, shape: tuple[int, ...], shapes: Shapes) -> int:
-    """Return the number of KV heads, or 0 if unknown. It follows from the norm of one head. With as many KV heads as
-    query heads, the rows suffice, because TP divides those. An unknown number could be below the number of ranks, in
-    which case heads are copied."""
+    """Return the number of KV heads, or 0 if unknown. The number follows from the size of a head's norm. With as many
+    KV heads as query heads, the number of rows suffices, because TP divides the rows. If the number is unknown, it
+    could be below the number of ranks, in which case heads are copied."""
     before = name[: name.rindex(".self_attn.") + len(".self_attn.")]
     norm = shapes.get(f"{before}k_norm.weight")
     if norm is not None and len(norm) == 1 and shape[0] % norm[0] == 0:
@@ -171,6 +173,6 @@ def _kv_heads(name: str, shape: tuple[int, ...], shapes: Shapes) -> int:
 
 
 def _joined(ranges: Iterable[Range]) -> list[Range]:
-    """Join adjacent ranges, without empty or duplicate ones."""
+    """Return the ranges with adjacent ranges joined, without empty or duplicate ranges."""
     found = ByteRanges((first, last - first) for first, last in ranges)
     return [(first, first + size) for first, size in found.ranges]

@@ -1,10 +1,9 @@
-"""Fill waves: choose the pieces that run at once, and their crossings between pods (phase A). Pure; `edges.py` sets
-rates.
+"""Fill waves: choose the pieces that are sent at once, and their crossings between pods (phase A). Has no side effects.
 
-A wave is filled one piece and one pod at a time: the group with the least received in it and the most missing is next,
-while the wave's delivery rate does not drop. A piece crosses into each pod once, to a seed, from a holder or from
-another pod that has it, so that a pod's circuits are used in both directions. A piece without a circuit, or only with
-senders that would prolong the wave, waits for a later one."""
+A wave is filled one piece and one pod at a time, as long as its delivery rate does not drop: next is the group that has
+received the least in this wave, then the group that misses the most. A piece crosses into each pod once, to a seed,
+from a holder or from another pod that has it, so that a pod's circuits are used in both directions. A piece waits for a
+later wave if no circuit is free, or all its senders would prolong the wave. `edges.py` sets the rates."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -32,7 +31,7 @@ class BroadcastStrategy:
 
 @dataclass(slots=True)
 class PieceGroup:
-    """Pieces, in order, that the same receivers of a pod miss."""
+    """The pieces that the same receivers of a pod miss, in the order of sending."""
 
     pod: int
     receivers: Ints
@@ -41,7 +40,7 @@ class PieceGroup:
 
 
 def waves(problem: SyncProblem, style: BroadcastStrategy) -> Iterator[Wave]:
-    """Yield the waves. Raises Unreachable if no wave can bring what is missing."""
+    """Yield the waves that deliver all shards. Raises Unreachable if no wave can bring the missing pieces."""
     filling = _Filling(problem, style)
     while filling.left:
         yield filling.wave()
@@ -88,7 +87,7 @@ class _Filling:
         return wave
 
     def _draft(self, average: float) -> WaveDraft:
-        """Return an empty wave. `average`: circuits that a pod reserves for receiving."""
+        """Return an empty wave. `average` is the average number of circuits that a pod reserves for receiving."""
         problem = self._problem
         wanting = np.zeros(len(problem.pods), dtype=np.int64)
         for group in self._groups:
@@ -182,7 +181,8 @@ class _Filling:
         return max(making.floor_s, own_s)
 
     def _can_spread(self, making: WaveDraft, group: PieceGroup, piece: ShardPiece, floor_s: float) -> bool:
-        """Return whether its receivers can send it to each other in addition to what they send already."""
+        """Return whether the group's receivers can send the piece to each other in addition to the pieces that they
+        already send."""
         number = piece.groups[group.pod]
         inside = self._sent_inside(group, piece) * piece.gigabits
         return not inside or making.group_sent[number] + inside <= floor_s * self._group_gbps[number] / _LESS
@@ -206,7 +206,7 @@ class _Filling:
     def _ways(
         self, making: WaveDraft, piece: ShardPiece, into: int, floor_s: float, most_roots: tuple[int, int]
     ) -> Iterator[tuple[tuple[float, ...], int, int]]:
-        """Yield senders for a piece into another pod: rank, endpoint, and the number of pods above."""
+        """Yield possible senders of the piece into pod `into`, each as (rank, endpoint, number of pods above)."""
         most, most_of_family = most_roots
         is_rooted = making.roots[id(piece)] >= most or making.family_roots[piece.family] >= most_of_family
         for pod, ends in piece.sources.items():
@@ -262,7 +262,8 @@ class _Filling:
         making.seeds.setdefault(id(piece), {})[pod] = seed, above + 1
 
     def _least_busy(self, making: WaveDraft, piece: ShardPiece, ends: Ints, pod: int) -> int:
-        """Return the least busy of these endpoints in a pod, by what they and their ToRs send; equal ones alternate."""
+        """Return the least busy of these endpoints in a pod, by the load of the endpoints and their ToRs. Equally busy
+        endpoints alternate."""
         key = id(ends), piece.bytes
         known = making.least.get(key)
         if known is None or known[0] != making.changes[pod]:
@@ -325,7 +326,7 @@ def _grouped(problem: SyncProblem, style: BroadcastStrategy) -> list[PieceGroup]
 
 
 def _in_turn(problem: SyncProblem) -> list[int]:
-    """Return the needed shards. Those held in different pods alternate, so that all holders send all the time."""
+    """Return the needed shards. Shards held in different pods alternate, so that all holders are always sending."""
     counts: Counter[frozenset[int]] = Counter()
     order: list[tuple[int, int]] = []
     for number, shard in enumerate(problem.shards):

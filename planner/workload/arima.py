@@ -29,7 +29,7 @@ Shares = NDArray[np.float64]  # [bin] or [step, bin]
 
 
 class NotForecast(Exception):
-    """Raised with the reason if ARIMA has no forecast."""
+    """Raised if ARIMA cannot make a forecast; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,8 @@ class FittedArima:
     aicc: float  # Akaike's information criterion, corrected for short series
 
     def forecast(self, values: NDArray[np.float64]) -> tuple[float, float]:
-        """Return mean and standard deviation of the value that follows `values`. Raises NotForecast."""
+        """Return the mean and the standard deviation of the value after `values`. Raises NotForecast if one is not
+        finite."""
         found = _arima(values / self.scale, self.order).filter(np.array(self.parameters)).get_forecast(1)
         mean, std = float(found.predicted_mean[0]), float(found.se_mean[0])
         if not np.isfinite(mean) or not np.isfinite(std):
@@ -61,7 +62,7 @@ class FittedArima:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthComponents:
-    """Directions of movement, with a fitted model for each."""
+    """The directions in which length histograms move, with a fitted model for each direction."""
 
     centre: Shares  # [bin]
     bin_scale: Shares  # [bin], square root of the share
@@ -69,12 +70,13 @@ class LengthComponents:
     models: tuple[FittedArima, ...]
 
     def coordinates(self, history: Shares) -> NDArray[np.float64]:
-        """Return the coordinates as an array [step, component], or [component] for a single step."""
+        """Return the coordinates of `history` as an array indexed by step and component, or by component for one
+        step."""
         projected: NDArray[np.float64] = ((history - self.centre) / self.bin_scale) @ self.directions
         return projected
 
     def forecast(self, history: Shares, average: Shares) -> tuple[Shares, tuple[LengthComponent, ...]]:
-        """Return the shares of the next step, and the components' forecasts.
+        """Return the forecast shares of the next step, and the forecast of each component.
 
         The shares are `average`, moved along the components towards their forecasts.
         """
@@ -98,7 +100,10 @@ class LengthComponents:
 
 
 def fit_components(history: Shares, requests: float) -> LengthComponents:
-    """Return the components of `history` [step, bin], whose steps have about `requests` each. Raises NotForecast."""
+    """Return the components of `history`, an array indexed by step and bin. Each step has about `requests` requests.
+
+    Raises NotForecast if there are too few steps, all steps are equal, or a component has no model.
+    """
     steps = len(history)
     if steps < MIN_STEPS:
         raise NotForecast(f"at least {MIN_STEPS} steps are required, got {steps}")
@@ -122,7 +127,8 @@ def fit_components(history: Shares, requests: float) -> LengthComponents:
 
 
 def choose_order(values: NDArray[np.float64], orders: Sequence[tuple[int, int, int]] = ORDERS) -> FittedArima:
-    """Return the model with the lowest AICc. Raises NotForecast if no order can be fitted."""
+    """Return the fitted model with the lowest AICc. Raises NotForecast if `values` are constant or no order can be
+    fitted."""
     scale = float(values.std())
     if not np.isfinite(scale) or scale <= 0:
         raise NotForecast(f"the standard deviation of a component must be finite and > 0, got {scale}")

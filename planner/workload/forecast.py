@@ -3,8 +3,8 @@ effects.
 
 Section 4.1 of the paper uses step-level distributions instead of a guess per request. A running request is observed
 only up to its current length, and an output cut by `max_tokens` only up to the cut. Both count as censored (the
-estimator of Kaplan and Meier), because the first requests to finish are the short ones and do not represent the step.
-The forecast made before the step counts as a number of further requests, depending on how well it fits the step.
+estimator of Kaplan and Meier), because the first requests to finish are short and do not represent the step. The
+forecast made before the step counts as a number of further requests, depending on how well it fits the step.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ class ConditionalLengths:
     def quantile(
         self, generated_tokens: ArrayLike, q: ArrayLike, rows: ArrayLike = 0, limit_tokens: ArrayLike = 0
     ) -> Tokens:
-        """Return the remaining tokens, at least 1, that the output does not exceed with probability `q` (0 to 1)."""
+        """Return the number of remaining tokens, at least 1, that is not exceeded with probability `q` (0 to 1)."""
         alike = np.ndim(q) == 0
         generated, q, rows, limits = np.broadcast_arrays(generated_tokens, q, rows, limit_tokens)
         limits, done, last = self._reach(generated, limits)
@@ -74,7 +74,7 @@ class ConditionalLengths:
     def mean(
         self, generated_tokens: ArrayLike, rows: ArrayLike = 0, limit_tokens: ArrayLike = 0
     ) -> NDArray[np.float64]:
-        """Return the expected remaining tokens, at least 1."""
+        """Return the expected number of remaining tokens, at least 1."""
         generated, rows, limits = np.broadcast_arrays(generated_tokens, rows, limit_tokens)
         limits, done, last = self._reach(generated, limits)
         before = np.zeros((len(self.survival), self.survival.shape[1] + 1))
@@ -87,7 +87,7 @@ class ConditionalLengths:
         return remaining
 
     def of(self, requests: Sequence[RequestView]) -> list[list[int]]:
-        """Return the remaining tokens of each request in equally likely scenarios, as [request][scenario], at least 1.
+        """Return, for each request, its remaining tokens in each of several equally likely scenarios, at least 1.
 
         Each request has a separate draw per scenario from its conditional distribution. The draws of a request are
         spread evenly over the scenarios and use the same quantiles in every tick.
@@ -104,7 +104,7 @@ class ConditionalLengths:
         return found
 
     def remaining(self, generated_tokens: Tokens, rows: Tokens, limit_tokens: Tokens) -> Histogram:
-        """Return the expected histogram of remaining tokens over these requests."""
+        """Return the expected histogram of the remaining tokens of the requests that the arguments describe."""
         limits, done, last = self._reach(generated_tokens, limit_tokens)
         counts = np.zeros(self.survival.shape[1])
         at_limit = self.survival[rows, last - 1] / self.survival[rows, done]
@@ -147,7 +147,8 @@ class Forecast:
     rows: Tokens = field(default_factory=lambda: np.zeros(0, np.int64), compare=False, repr=False)
 
     def remaining_at(self, quantiles: ArrayLike) -> Tokens:
-        """Return the remaining tokens of the requests at `quantiles`: [request], or a shape that broadcasts with it."""
+        """Return the remaining tokens of each request at `quantiles`, which are broadcast with an array over
+        requests."""
         if self.lengths is None:
             return np.zeros(0, dtype=np.int64)
         return self.lengths.quantile(self.generated_tokens, quantiles, self.rows, self.limit_tokens)
@@ -164,9 +165,9 @@ def forecast(
 ) -> Forecast:
     """Forecast the remaining lengths of `requests` from finished lengths and from their own generated tokens.
 
-    `output_tokens` are finished lengths without tags, and `finished` those with tags and censoring. `before` is the
-    forecast made before the step began. A bin counts as its upper edge, and no request exceeds its `max_tokens` or
-    `max_output_tokens`.
+    `output_tokens` are finished lengths without tags, and `finished` are finished lengths with tags and censoring.
+    `before` is the forecast made before the step began. A bin counts as its upper edge, and no request exceeds its
+    `max_tokens` or `max_output_tokens`.
     """
     if not requests:
         return Forecast(Histogram(bin_tokens, ()), (), "nothing_in_flight")
@@ -199,7 +200,7 @@ def conditional_lengths(
     max_output_tokens: int,
     before: StepForecast | None = None,
 ) -> ConditionalLengths:
-    """Estimate the distributions of output lengths, in common and by tag.
+    """Estimate the distributions of output lengths: a common distribution, and one for each tag.
 
     The inputs are finished outputs, running outputs (`generated_tokens` and `tags` of each) and the forecast made
     `before` the step.
@@ -254,7 +255,7 @@ def _by_tag(
     max_output_tokens: int,
     before: StepForecast | None,
 ) -> dict[str, "_Seen"]:
-    """Return the observations of each tag alone. Only the TAGS_REMEMBERED most frequent tags are kept."""
+    """Return the observations by tag, for the TAGS_REMEMBERED most frequent tags."""
     lengths: dict[str, list[FinishedLength]] = {tag: [] for tag in chain(tags, dict(before.tags if before else ()))}
     for length in finished:
         lengths.setdefault(length.tag, []).append(length)
@@ -279,7 +280,7 @@ def _by_tag(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Seen:
-    """The number of outputs that ended in each bin, and of those that were at risk of ending there."""
+    """The number of outputs that ended in each bin, and the number of outputs that were at risk of ending in it."""
 
     ended: NDArray[np.float64]  # [bin]
     at_risk: NDArray[np.float64]  # [bin]
@@ -289,8 +290,8 @@ class _Seen:
     def of(cls, counts: LengthCounts, generated: Tokens, bin_tokens: int) -> "_Seen":
         """Count ends and running requests by bin.
 
-        A running request counts in its current bin by the fraction of the bin that it has generated. Without it, the
-        newest ends, which are in the same bin, would seem to be all outputs that reach the bin.
+        A running request counts in its current bin by the fraction of the bin that it has generated. If it did not
+        count, the outputs that ended in this bin would seem to be all outputs that reach the bin.
         """
         bins = len(counts.ended)
         done = np.minimum(generated // bin_tokens, bins)
@@ -329,10 +330,10 @@ class _Prior:
         return _with_trace(extended(survival, longest, _tail_exponent(ends, at_risk, longest)))
 
     def worth_of(self, worths: Sequence[float], seen: Sequence[_Seen]) -> float:
-        """Return the most likely of `worths` given the observations; the first if they are inconclusive.
+        """Return the most likely of `worths` given the observations; the first if the observations are inconclusive.
 
-        Bins are merged into bands with a few expected ends. If the expectation is worth w requests, the ends of a band
-        have the variance of sampling, plus the same times the ratio of the band's requests to the prior's.
+        Bins are merged into bands with a few expected ends. If the expectation is worth w requests, the number of ends
+        in a band has the variance of sampling, times 1 plus the ratio of the band's requests to the prior's requests.
         """
         gaps = [gap for one in seen for gap in self._gaps(one)]
         if not gaps:
@@ -347,7 +348,7 @@ class _Prior:
         return best
 
     def _gaps(self, seen: _Seen) -> list[tuple[float, float, float, float]]:
-        """Return per band: observed minus expected ends, their variance, requests at risk, expected share at risk."""
+        """Return (observed minus expected ends, variance, requests at risk, expected share at risk) for each band."""
         reach = self.survival[:-1]
         hazard = -np.diff(self.survival) / np.maximum(reach, 1e-300)
         expected = seen.at_risk * hazard
@@ -364,8 +365,8 @@ class _Prior:
 def _tail_exponent(ends: NDArray[np.float64], at_risk: NDArray[np.float64], longest: int) -> float:
     """Return the exponent of the power law by which outputs become rarer, in bins from half of `longest` on.
 
-    It is the most likely exponent, with a weak prior of 1. The minimum is 1: early in a step few outputs have ended,
-    which is no evidence about the long ones.
+    The result is the most likely exponent, with a weak prior of 1. It is at least 1: early in a step few outputs have
+    ended, which is no evidence about long outputs.
     """
     late = np.arange(max(1, longest // 2), longest)
     doubled = float(at_risk[late] @ np.log1p(1.0 / late))
@@ -377,6 +378,7 @@ def _survival(shares: NDArray[np.float64]) -> Survival:
 
 
 def _with_trace(survival: Survival) -> Survival:
-    """Return the curve with a minimum that makes every length up to the last bin possible, and none beyond it."""
+    """Return the curve with a minimum that makes every length up to the last bin possible; longer outputs remain
+    impossible."""
     floor = TRACE * np.arange(len(survival) - 1, -1, -1) / (len(survival) - 1)
     return np.append(np.maximum(survival, floor)[:-1], 0.0)

@@ -1,5 +1,5 @@
 """Estimate the remaining tokens of each request for the fast loop, smooth in the request's age and stable over ticks.
-Pure.
+Has no side effects.
 
 The distribution of lengths is conditioned on the generated tokens. Its mean jumps from bin to bin, and each jump
 between two engines would look like a gain from a move. Means are therefore calculated at a few ages only and
@@ -76,7 +76,7 @@ class RemainingTokensEstimator:
 
     @property
     def distributions(self) -> ConditionalLengths | None:
-        """The latest distribution; None if it is not based on any finished output."""
+        """The latest distributions of output lengths; None if they are not based on any finished output."""
         lengths = self._lengths
         return None if lengths is None or lengths.method == NOTHING_KNOWN else lengths
 

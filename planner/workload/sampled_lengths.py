@@ -1,4 +1,4 @@
-"""Sample the remaining tokens of each request. Pure, and deterministic for a given seed.
+"""Sample the remaining tokens of each request. Has no side effects, and is deterministic for a given seed.
 
 A plan must be good for any lengths, so candidates are compared on the same samples. In each sample, every request has a
 separate draw from its conditional distribution. The longest of a few requests differs much between samples, and so may
@@ -20,7 +20,7 @@ LONG_QUANTILE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class SampledLengths:
-    """Remaining tokens of each request, at least 1. The `samples` are equally likely.
+    """The remaining tokens of each request, at least 1. The `samples` are equally likely.
 
     `expected` is the mean and `long` a high quantile of each request's distribution.
     """

@@ -34,7 +34,8 @@ Shares = NDArray[np.float64]  # [bin], of all requests of a step; they sum to 1
 
 @dataclass(frozen=True, slots=True)
 class LengthCounts:
-    """Counts of outputs: ended ones by bin, and outputs cut at their limit by the number of bins they outlived."""
+    """Counts of outputs: ended outputs by bin, and outputs cut at their limit by the number of bins that they
+    outlived."""
 
     ended: tuple[float, ...]  # [bin]
     outlived: tuple[float, ...]  # [bins outlived], one entry more than `ended`
@@ -75,7 +76,7 @@ class LengthCounts:
         return shares
 
     def at_risk(self) -> NDArray[np.float64]:
-        """Return the outputs at risk in each bin: an output counts in every bin up to its end or its cut."""
+        """Return the number of outputs at risk in each bin: an output counts in every bin up to its end or its cut."""
         last_seen: NDArray[np.float64] = np.array(self.ended) + np.array(self.outlived)[1:]
         return last_seen[::-1].cumsum()[::-1]
 
@@ -123,7 +124,8 @@ class StepForecast:
     tags: tuple[tuple[str, LengthCounts], ...] = ()  # counts of each tag in recent steps, weighted towards the newest
 
     def histogram(self, requests: float) -> Histogram:
-        """Return the expected counts. They are means, so the tail keeps its weight even if most bins stay empty."""
+        """Return the expected histogram of `requests` outputs. Counts are not rounded, so that the tail keeps its
+        weight."""
         return Histogram(self.bin_tokens, tuple(share * requests for share in self.shares))
 
     def std(self, requests: float) -> NDArray[np.float64]:
@@ -134,7 +136,7 @@ class StepForecast:
 
 @dataclass(frozen=True, slots=True)
 class SeriesForecaster:
-    """Recent steps, the forecasts and errors of each method, and the forecast of the next step."""
+    """The recent steps, the forecasts and errors of each method, and the forecast of the next step."""
 
     bin_tokens: int
     max_output_tokens: int
@@ -243,14 +245,15 @@ class SeriesForecaster:
         return MethodError(method, _weighted(errors), len(errors))
 
     def _refit_pays(self, components: LengthComponents, history: Shares, age: int) -> bool:
-        """Return whether to refit the components: after REFIT_STEPS, or twice as many, or if their forecasts fail."""
+        """Return whether to refit the components: if their forecasts fail, or after REFIT_STEPS steps (twice as many
+        while ARIMA is not the chosen method)."""
         in_use = self.next is not None and self.next.method == "arima"
         return age >= (REFIT_STEPS if in_use else 2 * REFIT_STEPS) or components.astray(history, min(age, 4))
 
     def _worth(self, requests: float) -> tuple[float, float]:
-        """Return the worth of the forecast in requests, and its dispersion.
+        """Return the worth of the forecast as a number of requests, and its dispersion.
 
-        Sampling alone has a dispersion of 1; a forecast that is worth w requests has 1 + requests/w.
+        Sampling alone has a dispersion of 1; a forecast that is worth w requests has a dispersion of 1 + requests/w.
         """
         if not self.dispersions:
             return max(MIN_WORTH, requests / 4), 2.0
@@ -301,7 +304,7 @@ def _weighted(values: Sequence[float]) -> float:
 
 
 def _decayed(steps: Sequence[StepStatistics]) -> tuple[tuple[str, LengthCounts], ...]:
-    """Return the counts by tag over recent steps, with half the weight for each further step of age."""
+    """Return the counts of each tag over recent steps. The weight of a step halves with each further step of age."""
     ended: dict[str, Shares] = {}
     outlived: dict[str, Shares] = {}
     for age, step in enumerate(reversed(steps[-8:])):

@@ -64,7 +64,7 @@ class Curve:
         return max(0.0, ys[right - 1] + slope * (x - xs[right - 1]))
 
     def over(self, xs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the values at all `xs`."""
+        """Return the value of the curve at each of `xs`."""
         if len(self.xs) == 1:
             return np.full(len(xs), self.ys[0])
         knots, ys = np.array(self.xs), np.array(self.ys)

@@ -120,8 +120,7 @@ class _Lifting:
         self.result = Lifted()
 
     def keep(self, core: PortPair, one: _End, other: _End) -> bool:
-        """If both lifts of the core circuit are up and still wanted, keep them and return True; otherwise return
-        False."""
+        """Keep both lifts of the core circuit if they are up and still wanted; return whether they were kept."""
         tors = self._rooms[one[0]].up_to(one[1]), self._rooms[other[0]].up_to(other[1])
         if tors[0] is None or tors[1] is None or not (self._due(one, tors[0]) and self._due(other, tors[1])):
             return False

@@ -1,4 +1,5 @@
-"""Summarize what a rank's learner has learned, as a value that can be sent as JSON and printed. Has no side effects."""
+"""Summarize the quiet times that were learned for a rank, as a value that can be sent as JSON and printed. Has no side
+effects."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

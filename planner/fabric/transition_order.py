@@ -94,8 +94,8 @@ def replayed(moves: TransitionMoves, removals: Iterable[int]) -> RemovalOrder:
 
 
 def doomed(moves: TransitionMoves) -> frozenset[int]:
-    """Return the floors that every order misses: they have no room before the first removal, and none of their
-    additions can precede it."""
+    """Return the floors that every order misses: they have no room before the first removal, and each of their
+    additions must wait for one of their removals."""
     missed = set()
     for number, floor in enumerate(moves.floors):
         own = set(floor.removals)

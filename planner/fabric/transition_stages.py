@@ -1,5 +1,5 @@
-"""Pack the moves of a transition into few stages: list scheduling that follows an order known to work. Has no side
-effects."""
+"""Pack the moves of a transition into few stages: list scheduling that follows a feasible order of removals. Has no
+side effects."""
 
 import itertools
 import math

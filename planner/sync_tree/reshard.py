@@ -148,7 +148,7 @@ def _cells(name: str, having: Mapping[Box, Sequence[int]], needing: Mapping[Box,
 
 
 def _boxes(parameter: Parameter, layouts: Iterable[TrainerLayout | EngineLayout]) -> dict[Box, list[int]]:
-    """Return the ranks that own each box of a parameter, numbered over all `layouts`."""
+    """Return the endpoints of `layouts` that own each box of a parameter."""
     found: dict[Box, list[int]] = {}
     for layout in layouts:
         for rank, end in enumerate(layout.endpoints):

@@ -34,7 +34,7 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Group:
-    """Pieces that the same receivers of a pod miss and that no endpoint of the pod has, in the order of `_pieces`."""
+    """Pieces, largest first, that the same receivers of a pod miss and that no endpoint of the pod has."""
 
     pod: int
     receivers: Ints

@@ -219,7 +219,7 @@ class _Fleet:
         return inf if any(load.load_index == inf for load in self._forgotten) else self.counted_spread
 
     def most_congested(self) -> _Load | None:
-        """Return the worker with the highest load index, then the lowest id, that is not set aside."""
+        """Return the most congested worker that is not set aside, the lowest id first; None if all are set aside."""
         while self._sources:
             index, position = self._sources[0]
             load = self._loads[position]
@@ -264,7 +264,8 @@ class _Fleet:
     def _anywhere(
         self, source: _Load, departure: _Departure, left: _Holding, spread: float, rest: "_Rest"
     ) -> tuple[_Load, _Holding] | None:
-        """Return the least congested worker to which the move is feasible, with its load after the move."""
+        """Return the least congested worker to which the move is feasible, with its load after the move; None if
+        none."""
         context_tokens = departure[0]
         for place, room in enumerate(self._room):
             if room < context_tokens:

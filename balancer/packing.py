@@ -1,12 +1,15 @@
 """Choose moves that make the last engine finish earlier, given expected remaining lengths. Has no side effects.
 
-This is an alternative to the paper's rule (load_index_moves.py). An engine whose iterations take `alpha +
-beta*sequences + gamma*kv_tokens` and that runs all its requests at once ends after `alpha * longest + sum(beta*r +
-gamma*(c*r + r*r/2))`, with context c and remaining tokens r of each request. Every engine with a long request pays
-`alpha * longest`, so long requests belong together, on engines with few other requests. The remaining length is the
-mean of the distribution of all outputs, given the tokens that a request has generated. Requests of equal age have equal
-expected lengths and are spread evenly. If the distribution has a heavy tail, older requests have more tokens left.
-These requests are packed on engines from which younger and waiting requests are moved away.
+This is an alternative to the paper's rule (load_index_moves.py).
+
+An engine whose iterations take `alpha + beta*sequences + gamma*kv_tokens` and that runs all its requests at once ends
+after `alpha * longest + sum(beta*r + gamma*(c*r + r*r/2))`, with context c and remaining tokens r of each request.
+
+Every engine with a long request pays `alpha * longest`, so long requests belong together, on engines with few other
+requests. The remaining length is the mean of the distribution of all outputs, given the tokens that a request has
+generated. Requests of equal age have equal expected lengths and are spread evenly. If the distribution has a heavy
+tail, older requests have more tokens left. These requests are packed on engines from which younger and waiting requests
+are moved away.
 """
 
 from bisect import insort

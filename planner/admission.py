@@ -19,7 +19,7 @@ class ControlState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OperatorControl:
-    """The operator's pin or override, in force until it is released or until `expires_s` (None: no end)."""
+    """The operator's pin or override, in force until it is released or `expires_s` is reached (None: never)."""
 
     state: ControlState = ControlState.FREE
     configuration: ConfigurationId | None = None

@@ -12,7 +12,8 @@ MOST = 2.0  # limit of the correction factor, up or down: beyond it the profile 
 class Calibration:
     """Running averages of prediction errors over steps.
 
-    Within a step, each plan is weighted by its actual seconds to the end, so the last plans of a step count little.
+    Within a step, each plan is weighted by the actual seconds from the plan to the end of the step, so that the last
+    plans of a step have little weight.
     """
 
     steps: int = 0
@@ -20,7 +21,7 @@ class Calibration:
     bias: float | None = None  # mean (predicted - actual) / actual: > 0 where steps end sooner than predicted
 
     def after(self, outcomes: Iterable[tuple[float, float]]) -> "Calibration":
-        """Return a copy that includes the (predicted, actual) seconds of a step's plans; predictions are
+        """Return a copy that includes the (predicted, actual) seconds of a step's plans, where predictions are
         uncorrected."""
         pairs = [(predicted_s, actual_s) for predicted_s, actual_s in outcomes if actual_s > 0]
         if not pairs:

@@ -252,7 +252,8 @@ class ClosedLoop:
 
 
 def running_sequences(load: ClosedLoop, capacity_tokens: float) -> float:
-    """Return the number of sequences that decode at once: one per client, or as many as fit halfway."""
+    """Return the number of sequences that decode at once: one per client, or as many as the KV cache holds if each has
+    generated half of its output."""
     return min(load.concurrency, max(1.0, capacity_tokens / (load.prompt_tokens + load.output_tokens / 2)))
 
 

@@ -125,5 +125,5 @@ def _completion_s(problem: AllocationProblem, demanded: Demanded, circuits: Mapp
 
 
 def seconds(circuit_bytes: float, link_gbps: float) -> float:
-    """Return the seconds to send the bytes over one circuit; both directions are used at once."""
+    """Return the seconds to send `circuit_bytes` in one direction over a circuit, at the full link rate."""
     return circuit_bytes * BITS_PER_BYTE / (link_gbps * 1e9)

@@ -20,7 +20,7 @@ STRANGER = "stranger"
 
 @dataclass(frozen=True, slots=True, order=True)
 class CablingFault:
-    """One fault. `where` is a port as `SWITCH:PORT`, or an interface as `TOR/INTERFACE`."""
+    """A cabling fault. `where` is a port as `SWITCH:PORT`, or an interface as `TOR/INTERFACE`."""
 
     kind: str
     where: str
@@ -34,8 +34,8 @@ class CablingFault:
 
 @dataclass(frozen=True, slots=True)
 class ObservedCables:
-    """The ToRs' observations: the interfaces with a signal, and the routers that answer there. Interfaces of `silent`
-    ToRs may have a signal or not. If switches are `unread`, unexpected light may come from them."""
+    """The ToRs' observations: the interfaces with a signal, and the routers that answer at each interface. Interfaces
+    of `silent` ToRs may have a signal or not. If switches are `unread`, unexpected light may come from them."""
 
     signals: frozenset[Interface]
     answering: Mapping[Interface, frozenset[EndpointId]]
@@ -86,7 +86,7 @@ def faults_seen(
 
 
 def _strangers(ends: _Ends, seen: ObservedCables, explained: set[Interface]) -> list[CablingFault]:
-    """Return faults of interfaces that receive light from an unexpected router."""
+    """Return the faults of interfaces at which an unexpected router, or no router, answers."""
     return [
         CablingFault.at_port(
             STRANGER,
@@ -101,7 +101,7 @@ def _strangers(ends: _Ends, seen: ObservedCables, explained: set[Interface]) -> 
 def walk(interfaces: Mapping[Port, Interface], free: Iterable[Port]) -> tuple[PortPair, ...]:
     """Return the cross-connects to make one after the other: a ring of the free fibres on each switch. Each fibre is
     lit together with two other fibres, of other ToRs if possible, because two swapped cables are only detected if each
-    of them is also lit with a third one."""
+    of them is also lit with a third fibre."""
     by_switch: dict[OcsId, dict[EndpointId, list[Port]]] = {}
     for port in sorted(free):
         if port in interfaces:

@@ -1,8 +1,8 @@
 """Estimate the offset of another host's clock, with a bound that holds for any network delay. Has no side effects.
 
 Uses the four timestamps of NTP (RFC 5905, section 8), but keeps the bound with the estimate: a reply is sent after the
-request left and before it arrived, so the offset lies within half of the round trip. Several exchanges are intersected,
-each widened by the drift that is possible since."""
+request left and before it arrived, so the offset lies within half of the round trip. The ranges of several exchanges
+are intersected, each widened by the drift that is possible since the exchange."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ class ClockOffset:
     bound_s: float
 
     def ours(self, theirs_s: float) -> tuple[float, float]:
-        """Return the earliest and the latest time in our clock for `theirs_s`."""
+        """Return the earliest and the latest time in our clock that `theirs_s` in the other clock may be."""
         return theirs_s - self.offset_s - self.bound_s, theirs_s - self.offset_s + self.bound_s
 
 

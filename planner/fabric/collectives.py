@@ -99,7 +99,8 @@ def _sent(sources: Ints, destinations: Ints, sent_bytes: float) -> RankTransfers
 
 
 def _crosswise(sources: Ints, destinations: Ints, sent_bytes: float) -> Iterator[RankTransfers]:
-    """Yield transfers from each rank in a row of `sources` to each other rank in the same row of `destinations`."""
+    """Yield transfers from each rank in a row of `sources` to each rank in the same row of `destinations`, except
+    itself."""
     rows = max(1, TRANSFERS_AT_ONCE // (sources.shape[1] * destinations.shape[1]))
     for first in range(0, len(sources), rows):
         some, others = sources[first : first + rows], destinations[first : first + rows]

@@ -131,7 +131,7 @@ class RankPlacement:
         return np.array([numbers[tor.pod] for tor in self.site.tors], dtype=np.int64)
 
     def homeless(self) -> list[int]:
-        """Return the ranks without a server."""
+        """Return the ranks that are not on any server."""
         return [int(rank) for rank in self.ranks[self.server == NONE]]
 
     def pods(self) -> frozenset[EndpointId]:
@@ -141,7 +141,8 @@ class RankPlacement:
 
 @dataclass(frozen=True, slots=True)
 class IntentFlows:
-    """The traffic of an intent. The ToRs of a pair may be in different PoDs."""
+    """The traffic of an intent, by the level of the network that carries it. `tors` includes pairs in different
+    PoDs."""
 
     tors: Mapping[str, Mapping[tuple[EndpointId, EndpointId], float]]  # by purpose, bytes from a ToR to another
     pods: frozenset[EndpointId]  # PoDs that have ranks
@@ -152,8 +153,8 @@ class IntentFlows:
 
 
 def flows_of(intent: Intent, site: Site, failures: FabricFailures) -> IntentFlows:
-    """Return the traffic of an intent. Traffic for a purpose is counted separately if the site reserves lanes for that
-    purpose."""
+    """Return the traffic of an intent. Traffic for a purpose for which the site reserves lanes is counted
+    separately."""
     mask = mask_nics(site, failures)
     placement = RankPlacement.of(site, intent, mask)
     reserved = {each.purpose for each in site.reservations}

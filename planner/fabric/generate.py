@@ -36,8 +36,7 @@ _TOR_NICS = 32  # half of a ToR's 64 ports go to servers
 
 @dataclass(frozen=True, slots=True)
 class ShapeFault:
-    """An invalid parameter of a site. `message` states the problem or the required change; `value` is the current
-    value."""
+    """An invalid parameter of a site with its current value. `message` states the problem or the required change."""
 
     parameter: str
     message: str
@@ -198,7 +197,7 @@ def regular_site(shape: SiteShape) -> Site:
 
 
 def _agg_fibres(shape: SiteShape) -> Counter[int]:
-    """Return, for each number of fibres, how many endpoints of a PoD have that many."""
+    """Return, for each number of fibres, how many endpoints of a PoD have that number."""
     return Counter({shape.tor_fibres: shape.blocks * shape.rail_count}) + Counter({shape.uplink_lanes: shape.uplinks})
 
 

@@ -1,7 +1,7 @@
 """Assign ports to pairs one circuit at a time: to the bottleneck (Algorithm 3), evenly, or round-robin. Has no side
 effects.
 
-Pairs and endpoints are numbers here: indices into the sorted lists of a `Demanded`."""
+Pairs and endpoints are numbers in this module: indices into the sorted lists of a `Demanded`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

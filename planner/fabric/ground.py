@@ -77,8 +77,7 @@ class PlanGround:
         return any(end in self.site.owner for end in cross_connect.sides)
 
     def lanes_for(self, purpose: str | None) -> Mapping[EndpointId, tuple[Lane, ...]]:
-        """Return, by PoD, the healthy lanes reserved for `purpose` that no pin blocks; None selects unreserved
-        lanes."""
+        """Return, by PoD, the healthy lanes without pins that are reserved for `purpose` (None: not reserved)."""
         found: dict[EndpointId, list[Lane]] = defaultdict(list)
         for lane in self.site.lanes:
             if self.site.reserved.get(lane.ends[1]) == purpose and self.held.isdisjoint(lane.ends):
@@ -116,11 +115,11 @@ class AggRoom:
         return sorted(free, key=lambda port: ((switch, port) in self._up_with, port))
 
     def lifted_to(self, lane: Lane) -> EndpointId | None:
-        """Return the ToR that the lane stays connected to."""
+        """Return the ToR that the lane stays connected to; None if the lane has no circuit that stays."""
         return self._tor(lane, self._stays_with)
 
     def up_to(self, lane: Lane) -> EndpointId | None:
-        """Return the ToR that the lane is connected to now, if it may stay."""
+        """Return the ToR that the lane is connected to now; None if there is none, or that circuit cannot stay."""
         tor = self._tor(lane, self._up_with)
         return tor if tor is not None and self._up_with[lane.ends[0]][1] in self._free[lane.agg][tor] else None
 

@@ -84,9 +84,9 @@ def lift_all(
     between: Mapping[Pair, Mapping[Tors, float]],
     most: Mapping[Tors, int],
 ) -> Lifted:
-    """Connect the lanes of core circuits to ToRs, using ports of the rooms. `budget`: planned lifts per ToR and switch.
-    `between`: bytes between ToRs, the smaller PoD's ToR first. `most`: the maximum of circuits for these pairs; other
-    pairs are not limited."""
+    """Connect the lanes of core circuits to ToRs, using ports of the rooms. `budget` has the planned number of lifts
+    per switch and ToR, `between` the bytes between ToRs, the smaller PoD's ToR first, and `most` the maximum number of
+    circuits per pair of ToRs; pairs that are not in `most` are not limited."""
     work = _Lifting(rooms, dict(budget), between, most)
     todo = []
     for core in sorted(cross_connects):
@@ -132,8 +132,7 @@ class _Lifting:
         return True
 
     def lift(self, core: PortPair, one: _End, other: _End, allowed: Callable[[_End, EndpointId], bool]) -> bool:
-        """Lift both lanes to the pair of allowed ToRs with the most bytes per circuit; return False if there is no
-        pair."""
+        """Lift both lanes to the allowed pair of ToRs with the most bytes per circuit; return False if no pair is."""
         best, most = None, (0.0, 0)
         for (first, second), sent_bytes in self._between.get(pair_of(one[0], other[0]), {}).items():
             share = sent_bytes / (self.result.circuits[first, second] + 1)
@@ -197,8 +196,8 @@ Carried = tuple[tuple[PortPair, ...], tuple[PortPair, ...], tuple[str, ...]]
 
 def reserve(ground: PlanGround, rooms: Mapping[EndpointId, AggRoom]) -> Carried:
     """Return circuits between Gen and Train PoDs over the lanes reserved for responses, with each lane lifted to a ToR.
-    Uses ports of the rooms. Existing circuits stay, and every Gen PoD gets its first circuit before any Gen PoD gets a
-    second one."""
+    The lifts use ports of the rooms. Existing circuits stay, and every Gen PoD gets its first circuit before any Gen
+    PoD gets a second one."""
     lanes = ground.lanes_for(RESPONSES)
     wanted = _circuits(ground, {pod: len(own) for pod, own in lanes.items()})
     placed = place_in_core(ground, lanes, wanted)
@@ -232,8 +231,7 @@ def lift_any(ground: PlanGround, rooms: Mapping[EndpointId, AggRoom], cross_conn
 def _tor(
     room: AggRoom, lane: Lane, turns: Counter[EndpointId], taken: Collection[EndpointId | None]
 ) -> EndpointId | None:
-    """Return the ToR that the lane is connected to, otherwise the free ToR with the fewest lanes; None if none is
-    free."""
+    """Return the ToR that the lane is connected to, otherwise the free ToR with the fewest lanes, if there is one."""
     known = room.lifted_to(lane) or room.up_to(lane)
     if known is not None and known not in taken:
         return known

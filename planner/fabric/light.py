@@ -41,7 +41,7 @@ def interfaces_at(site: Site, names: Mapping[EndpointId, Sequence[str]]) -> Mapp
 
 
 def links_up(site: Site, cross_connects: Iterable[PortPair], interfaces: Mapping[Port, Interface]) -> tuple[Lit, ...]:
-    """Return the links that these cross-connects form, sorted. A path that does not end at another ToR forms none.
+    """Return the links that these cross-connects form, sorted. A path that does not end at another ToR is not a link.
     Raises ValueError if two cross-connects share a port."""
     cross_connects = frozenset(cross_connects)
     joined = partners(cross_connects)
@@ -62,7 +62,7 @@ def links_up(site: Site, cross_connects: Iterable[PortPair], interfaces: Mapping
 def _follow(
     start: Port, joined: Mapping[Port, Port], far_end: Mapping[Port, Port]
 ) -> tuple[Port, tuple[PortPair, ...]]:
-    """Return the last port that light from a port reaches, and the cross-connects on its path."""
+    """Return the last port that light from the port `start` reaches, and the cross-connects on its path."""
     over: list[PortPair] = []
     at = start
     while at in joined:

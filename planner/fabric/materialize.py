@@ -187,7 +187,7 @@ class _Draft:
         return math.fsum(larger_bytes.values()) - math.fsum(served.values()), slowest_bytes
 
     def _what_stays_in_core(self) -> tuple[list[PortPair], tuple[PortPair, ...]]:
-        """Return the staying core circuits that both ends can carry, and their lifts."""
+        """Return the core circuits that stay and that the PoDs at both ends can carry, and their lifts."""
         in_core = [each for switch in self._site.core_switches for each in self._ground.stays.get(switch.id, ())]
         foreign = [each for each in in_core if not self._ground.is_of_site(each)]
         core, lifts, notes = lift_any(self._ground, self._rooms, filter(self._ground.is_of_site, in_core))
@@ -215,8 +215,7 @@ class _Draft:
         return found
 
     def _spare(self, pod: EndpointId) -> Iterable[PortPair]:
-        """Return the circuits of the spare ports: their existing circuits, or new circuits spread over all pairs of
-        ToRs."""
+        """Return circuits for the spare ports: the existing circuits, or new ones spread over all pairs of ToRs."""
         room = self._rooms[pod]
         spare: Iterable[PortPair] = room.up_between_tors()
         if self._template.spreads_spare:

@@ -1,4 +1,4 @@
-"""The basic types of the fabric: endpoints, circuits and cross-connects. Values are immutable and validate themselves.
+"""The basic types of the fabric: endpoints, circuits and cross-connects. Instances are immutable and validated.
 
 A circuit is full duplex and connects two endpoints. In the aggregation layer of a PoD these are ToRs and uplinks; in
 the core layer they are PoDs. A cross-connect (`PortPair`) carries a circuit: it connects two ports of one switch."""

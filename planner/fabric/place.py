@@ -71,7 +71,7 @@ class PlacedCircuits:
 
 
 def place(problem: PlacingProblem, work: int = WORK) -> PlacedCircuits:
-    """Place as many circuits as possible, then with the fewest cross-connects to remove and add."""
+    """Return a placement with as many circuits as possible and, with that number, as few cross-connect changes."""
     ports = _healthy_ports(problem)
     up = _worth_keeping(problem)
     parts = list(_parts(problem, ports, up))
@@ -107,8 +107,7 @@ def place(problem: PlacingProblem, work: int = WORK) -> PlacedCircuits:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Pairs that share no endpoint with the pairs of another part, and the switches that their endpoints have ports
-    on."""
+    """Pairs that share no endpoint with the pairs of another part, and the switches with ports of their endpoints."""
 
     pairs: tuple[Pair, ...]
     switches: tuple[OcsId, ...]
@@ -205,7 +204,7 @@ def _parts(
 
 
 def _ruin_and_recreate(layout: CircuitLayout, most_placed: int, most_kept: int, work: int) -> None:
-    """Improve the layout. It never has fewer circuits afterwards or, with as many circuits, fewer kept circuits."""
+    """Improve the layout by ruin and recreate, until `most_placed` and `most_kept` are reached or `work` is spent."""
     rng = random.Random(SEED)
     chains = CircuitChains(layout, work)
     while chains.work_left > 0 and (layout.total, layout.kept) < (most_placed, most_kept):
@@ -224,7 +223,7 @@ def _ruin_and_recreate(layout: CircuitLayout, most_placed: int, most_kept: int, 
 
 
 def _missing(layout: CircuitLayout) -> list[tuple[int, int]]:
-    """Return the pairs that lack a circuit, with the switches on which both ends have ports."""
+    """Return each pair that lacks a circuit with each switch on which both of its ends have ports."""
     counting = layout.counting
     return [
         (pair, switch)

@@ -39,8 +39,7 @@ class Counting:
         return len(self.ports[0]) if self.ports else 0
 
     def most_placed(self) -> int:
-        """Return an upper bound on the number of circuits placed: the lowest of those by pair, by endpoint and by
-        switch."""
+        """Return an upper bound on the number of circuits placed: the lowest bound by pair, endpoint or switch."""
         sums = [sum(row) for row in self.ports]
         by_pair = sum(map(self._room, range(len(self.ends))))
         demand = [0] * len(self.ports)
@@ -117,8 +116,7 @@ class CircuitLayout:
                 del self.there[endpoint][switch][pair]
 
     def lost(self, pair: int, source: int, target: int) -> int:
-        """Return how many fewer circuits are kept if one circuit of the pair moves from `source` to `target`: -1, 0 or
-        1."""
+        """Return how many fewer circuits are kept if a circuit of the pair moves to switch `target`: -1, 0 or 1."""
         row, up = self.placed[pair], self.counting.up[pair]
         return (row[source] <= up[source]) - (row[target] < up[target])
 
@@ -139,8 +137,7 @@ class CircuitChains:
         self._swapping = False
 
     def keep(self) -> None:
-        """Keep wanted circuits that are up. If a pair has more than wanted, prefer the switches where it has most
-        circuits."""
+        """Keep wanted circuits that are up. If a pair has too many, prefer the switches where it has most circuits."""
         layout = self.layout
         for pair, up in enumerate(layout.counting.up):
             if not any(up):
@@ -159,8 +156,8 @@ class CircuitChains:
         self.refill(range(len(self.layout.missing)), MOST_LOST if gently else MOST_LOST[-1:])
 
     def refill(self, pairs: Sequence[int], most_lost: Sequence[int] = MOST_LOST) -> None:
-        """Place the missing circuits of these pairs by chains. `most_lost` has the limits on dropped kept circuits to
-        try."""
+        """Place the missing circuits of these pairs by chains of moves. `most_lost` lists limits on the number of kept
+        circuits that a chain may drop, in the order in which they are tried."""
         for self._swapping, self._most_lost in product((False, True), most_lost):
             # otherwise this is much work for little gain
             between = not self._swapping or self._most_lost == most_lost[-1]
@@ -221,8 +218,7 @@ class CircuitChains:
         return True
 
     def _insert_between(self, pair: int) -> bool:
-        """Place one circuit of the pair on a switch where neither end has a free port, after freeing a port at each
-        end."""
+        """Place one circuit of the pair on a switch where neither end has a free port, after freeing one at each."""
         one, other = self.layout.counting.ends[pair]
         both = map(min, self.layout.counting.ports[one], self.layout.counting.ports[other])
         return any(some and self._put_between(pair, switch) for switch, some in enumerate(both))

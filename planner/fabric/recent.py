@@ -1,6 +1,6 @@
-"""Bounded history of measurements, weighted towards the newest, and bounds on the next value. Has no side effects.
+"""A bounded history of measurements, weighted towards the newest, and bounds on the next value. Has no side effects.
 
-A bound is distribution-free: if the next value is equally likely to take any rank among n stored ones, it falls below
+A bound is distribution-free: if the next value is equally likely to take any rank among n stored values, it falls below
 the k-th smallest with probability k / (n + 1). With weights, the next value has weight 1 and is assumed to lie on the
 bad side (conformal prediction with weights, Barber et al., Annals of Statistics 2023)."""
 

@@ -174,8 +174,8 @@ class RoutedLink:
 
 @dataclass(frozen=True, slots=True)
 class ReroutingPlan:
-    """The routing table of every router. `unreachable` lists (from, to) pairs that no path connects, circuit or
-    packet."""
+    """The routing table of every router. `unreachable` lists the (from, to) pairs that are not connected by any
+    path."""
 
     tables: Mapping[EndpointId, RouteTable]
     unreachable: tuple[tuple[EndpointId, EndpointId], ...]
@@ -244,8 +244,7 @@ def update(
 
     @cache
     def level_of(name: EndpointId, prefix: str) -> int | None:
-        """Return how many changes must precede the change of this route, one after the other; None if it cannot
-        change."""
+        """Return how many successive changes must precede the change of this route; None if it cannot change."""
         if owners.get(prefix) == name:
             return 0
         route = after.get(name, {}).get(prefix)
@@ -319,8 +318,7 @@ def _distances(domain: RoutingDomain, neighbours: _Neighbours, destination: Endp
 def _shares(
     domain: RoutingDomain, neighbours: _Neighbours, distance: Mapping[EndpointId, int], destination: EndpointId
 ) -> dict[EndpointId, dict[tuple[str, str], int]]:
-    """Return, by router, the weight of each (gateway, interface), in proportion to the circuits that continue over
-    it."""
+    """Return, by router, the weight of each (gateway, interface): its share of the circuits that continue there."""
     routers = domain.routers
     width: dict[EndpointId, int] = {}  # in circuits
     shares: dict[EndpointId, dict[tuple[str, str], int]] = {}

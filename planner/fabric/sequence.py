@@ -25,7 +25,7 @@ PLACE_UNKNOWN = "place_unknown"
 
 @dataclass(slots=True)
 class IterationGap:
-    """Statistics of the quiet time at one position: its start within the iteration, and its length."""
+    """The statistics of the quiet time at one position: its start within the iteration, and its length."""
 
     lengths_s: RecentSamples
     offsets_s: RecentSamples

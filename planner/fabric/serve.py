@@ -123,8 +123,8 @@ class _Search:
         return most_pairs >= pairs - 1e-6 and most_bytes * self.sum_bytes >= total_bytes * (1 - 1e-6)
 
     def _try(self, limit_bytes: float, start: list[int]) -> bool:
-        """Improve the choice by each value function in succession, and by each one from `start`; return whether it
-        helped."""
+        """Improve `start` by the value functions in succession, and by each alone; return whether one found a better
+        choice."""
         better = False
         refined = start
         for number, value in enumerate(self.values):
@@ -295,8 +295,8 @@ class _Choice:
             self.free[end] -= need
 
     def _clear(self, end: int, layers: int) -> bool:
-        """Remove pairs until the endpoint is within its ports, and insert others where ports become free. Returns False
-        if that is impossible."""
+        """Remove pairs until the endpoint no longer exceeds its ports, and insert other pairs where ports become free.
+        Returns False if that is impossible."""
         chains, most = self.chains, self.wide + 1
         sides = slice(chains.starts[end], chains.stops[end])
         pairs, heads, need = chains.pair[sides], chains.head[sides], self.side_need[sides]

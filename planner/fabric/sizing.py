@@ -159,7 +159,8 @@ def size(
     lanes: Mapping[EndpointId, int],
     ports: Mapping[EndpointId, Mapping[EndpointId, int]],
 ) -> CircuitSizes:
-    """Choose circuit counts by the traffic between PoDs: the PoDs and the core agree by Algorithm 3."""
+    """Choose circuit counts by the traffic between PoDs, by Algorithm 3 in the core and in each PoD, until they
+    agree."""
     eligible = template.core_pairs(site.pod[pod] for pod in wanted.tors)
     limits = {pod: lanes.get(pod, 0) for pod in wanted.tors}
     boundary: dict[EndpointId, int] = {}
@@ -217,8 +218,8 @@ def spread(link_gbps: float, ports: Mapping[EndpointId, int], up: Mapping[Pair, 
 
 
 def _circle(size: int, distances: int) -> list[int]:
-    """Return the rank of each distance on the circle, equal in both directions. Each chosen distance is a fixed
-    multiple of the previous one, so that together they reach every endpoint."""
+    """Return a rank for each distance on a circle of `size` endpoints, equal in both directions. Each chosen distance
+    is a fixed multiple of the previous one, so that steps of the chosen distances reach every endpoint."""
     chosen = [round(size ** (number / max(1, distances))) for number in range(max(1, distances))]
     shortest = [min(distance, size - distance) for distance in range(size)]
     return [chosen.index(each) if each in chosen else size + each for each in shortest]
@@ -255,7 +256,8 @@ def _served(
     pod_of: Mapping[EndpointId, EndpointId],
     room: Mapping[EndpointId, int],
 ) -> list[Pair]:
-    """Return the pairs served: largest traffic first, while there is room for one circuit."""
+    """Return the pairs that get a circuit: by descending traffic, each pair whose ends have room for one more
+    circuit."""
     left = dict(room)
     served = []
     for pair in _in_turn(ends, sent_bytes, pod_of):

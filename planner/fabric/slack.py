@@ -34,8 +34,8 @@ OUTLASTED = "outlasted"
 class SlackHistogram:
     """A logarithmic histogram of the quiet time before an operation; histograms of several ranks can be added.
 
-    The slack of a collective is the time from the end of the previous one to its own start (section 2.2 of the paper).
-    `bins[i]` counts slack from `edge_s(i)` to `edge_s(i + 1)`; `none` counts starts without slack."""
+    The slack of a collective is the time from the end of the previous collective to its start (section 2.2 of the
+    paper). `bins[i]` counts slack from `edge_s(i)` to `edge_s(i + 1)`; `none` counts starts without slack."""
 
     bins: dict[int, int] = field(default_factory=dict)
     none: int = 0

@@ -51,7 +51,8 @@ def fewest_missed(moves: TransitionMoves) -> tuple[RemovalOrder, bool]:
 
 
 def _fewest(moves: TransitionMoves, known: RemovalOrder, at_least: tuple[int, int]) -> tuple[RemovalOrder, bool]:
-    """Return an order that is no worse than `known`, and whether it is proven; no order costs less than `at_least`.
+    """Return an order that is no worse than `known`, and whether it is proven optimal. No order costs less than
+    `at_least`.
 
     Harmless removals come first, and removals that no floor waits for come last; neither are part of the model. The
     remaining removals are split into parts that share no floor, port or addition. In each part, removals are assigned
@@ -149,7 +150,7 @@ def _order_of(
 
 
 def _both(model: "cp_model.CpModel", needed: list[Any]) -> Any:
-    """Return a variable that is true only if all of `needed` are."""
+    """Return a variable that can be true only if all variables of `needed` are true."""
     if len(needed) == 1:
         return needed[0]
     both = model.new_bool_var("")

@@ -17,7 +17,7 @@ Subject = Pair | EndpointId  # suffers if too few circuits are left
 
 @dataclass(frozen=True, slots=True)
 class CircuitFloor:
-    """A pair or an endpoint whose circuits may at no point be fewer by more than `room` than before the transition."""
+    """A pair or an endpoint whose number of circuits may never fall by more than `room` below the initial number."""
 
     of: Subject
     room: int

@@ -112,7 +112,7 @@ def harmless(moves: TransitionMoves, abandoned: frozenset[int]) -> TransitionRep
 
 
 def postponed(moves: TransitionMoves, start: TransitionReplay) -> list[int]:
-    """Return the removals that may come last, in this order, after all others.
+    """Return the removals that may come after all other removals, in the order in which they may come.
 
     These removals enable no addition of a floor that may still be missed. Without them, fewer floors may be missed, so
     the rule is applied repeatedly."""

@@ -37,8 +37,8 @@ def lower_bound_s(columns: ProblemColumns) -> float:
 def highest_refused(refused: Callable[[float], bool], low_s: float, high_s: float, precision: float) -> float:
     """Return the highest time between `low_s` and `high_s` for which `refused` returns True.
 
-    The time is found by bisection, to the relative `precision`. `high_s` must not be refused; `low_s` is returned if no
-    higher time is refused.
+    The time is found by bisection, with the relative error `precision`. `high_s` must not be refused; `low_s` is
+    returned if no higher time is refused.
     """
     for _ in range(ROUNDS):
         if high_s - low_s <= precision * high_s:

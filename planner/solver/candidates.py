@@ -46,7 +46,8 @@ class CandidateFleet:
 
     @property
     def decision(self) -> str:
-        """`reconfigure` if engines change, `rebalance` if only requests move, otherwise `keep`."""
+        """The change to this fleet: `reconfigure` if engines change, `rebalance` if only requests move, otherwise
+        `keep`."""
         if not self.kept.all():
             return "reconfigure"
         return "rebalance" if len(self.moved) else "keep"
@@ -95,7 +96,7 @@ def solved(name: str, fleet: LiveFleet, solution: Solution) -> CandidateFleet:
 
 
 def as_it_stands(fleet: LiveFleet) -> CandidateFleet:
-    """Return the current fleet with every request where it is, running before waiting ones.
+    """Return the current fleet with every request where it is, running requests before waiting requests.
 
     Requests without an engine are placed on the engine with the fewest requests.
     """
@@ -183,7 +184,7 @@ def longest_first(
 def _dealt(
     name: str, fleet: LiveFleet, instances: Sequence[CurrentInstance], order: Indices, places: Sequence[int]
 ) -> CandidateFleet:
-    """Return a candidate with the requests in `order` at `places`; running requests are admitted before the others."""
+    """Return a candidate with the requests in `order` on the instances `places`, which admit running requests first."""
     running_first = np.argsort(fleet.problem.requests.state[order] != RUNNING, kind="stable")
     at = np.array(places, dtype=np.int64)
     return candidate(name, fleet, instances, order[running_first], at[running_first])

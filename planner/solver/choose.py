@@ -94,7 +94,7 @@ def moves(columns: ProblemColumns, placement: FleetPlacement) -> int:
 
 
 def _home(columns: ProblemColumns, placement: FleetPlacement) -> Ints:
-    """Return the instance on which each request is running now; -1 for requests that are not running on a kept one."""
+    """Return the instance on which each request is running now; -1 if it is on no kept instance."""
     instance_of = np.full(len(columns.current_configuration) + 1, -1, dtype=np.int64)
     kept = np.flatnonzero(placement.fleet.current >= 0)
     instance_of[placement.fleet.current[kept]] = kept

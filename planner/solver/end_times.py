@@ -128,7 +128,7 @@ def iterations(footprint: Ints, remaining: Ints, starts: Ints, slots: Ints, room
 
 
 class _Walks:
-    """The state of the unfinished engines, one column per engine. Its running requests are in the rows [0, count)."""
+    """The state of the unfinished engines, one column per engine; rows [0, count) are the engine's running requests."""
 
     def __init__(self, footprint: Ints, remaining: Ints, engines: int, most: int) -> None:
         """Create the state of `engines` engines, each with at most `most` running requests at first."""

@@ -148,7 +148,8 @@ class Solution:
 
 
 class Infeasible(ValueError):
-    """Raised if no fleet can serve the requests. `limit` names the exceeded limit, of which `needed` is required."""
+    """Raised if no fleet can serve the requests. `limit` names the exceeded limit: `needed` is more than
+    `available`."""
 
     def __init__(self, limit: str, needed: float, available: float, unit: str) -> None:
         super().__init__(f"{limit}: {needed:g} {unit} needed, {available:g} available")

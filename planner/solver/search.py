@@ -22,7 +22,7 @@ ALL_ORDERS = 6  # number of requests up to which every order of admission is tri
 
 @dataclass(slots=True)
 class SearchBudget:
-    """The remaining budget of a search, as a number of evaluations; each places a single request."""
+    """The remaining budget of a search. The unit is one evaluation of a placement of a single request."""
 
     left: int
 

@@ -56,7 +56,7 @@ def spread(pod: LocalPod) -> tuple[Ints, ...]:
 
 
 def _budgets(pod: LocalPod) -> tuple[list[float], list[float]]:
-    """Return the gigabits that each endpoint can still send in the wave, and that can still leave each ToR upwards."""
+    """Return the gigabits that each endpoint, and each ToR to other ToRs, can still send in the wave."""
     ends, tors = zip(pod.sent_s, pod.nic_gbps, strict=True), zip(pod.tor_sent_s, pod.tor_gbps, strict=True)
     budget, tor_budget = ([max(0.0, pod.floor_s - sent_s) * gbps for sent_s, gbps in each] for each in (ends, tors))
     return budget, tor_budget
@@ -80,8 +80,8 @@ def _spread(pod: LocalPod, only: Sequence[tuple[set[int], set[int]]]) -> tuple[f
 
 
 def _only_ways(pod: LocalPod, piece: LocalPiece, budget: list[float]) -> tuple[set[int], set[int]]:
-    """Return the only endpoint with time to send the piece, and the only ToR from which it can leave upwards. A set is
-    empty if there is a choice or nothing to send."""
+    """Return the only endpoint with time to send the piece, and the only ToR from which the piece can be sent to other
+    ToRs. Each set is empty unless there is exactly one."""
     able = {source for source in piece.sources if budget[source] >= piece.gigabits * _LESS and piece.receivers}
     here = {pod.tor[source] for source in piece.sources}
     leaves = any(pod.tor[receiver] not in here for receiver in piece.receivers)

@@ -60,9 +60,9 @@ def pairs_of(pods: Mapping[str, int], links: Iterable[tuple[str, str, int, float
 
 @dataclass(frozen=True, slots=True)
 class SyncProblem:
-    """A site at one moment, with its capacities. Circuits that leave a pod plus those that arrive stay within
-    `boundary_circuits`. Traffic out of a ToR and into it each stay within `tor_gbps`, and traffic out of an endpoint
-    and into it each within `nic_gbps`."""
+    """The shards to send, and the site at that moment with its capacities. At most `boundary_circuits` circuits leave
+    or enter a pod. Traffic out of a ToR and traffic into it each stay within `tor_gbps`, and traffic out of an endpoint
+    and traffic into it each stay within `nic_gbps`."""
 
     link_gbps: float
     pods: tuple[str, ...]

@@ -1,5 +1,5 @@
-"""State a sync as a problem in the network, plan the flows between peers, and compute the capacity left for KV moves.
-Has no side effects.
+"""Formulate a sync as a problem on the network, plan the flows between peers, and compute the capacity left for KV
+moves. Has no side effects.
 
 The balancer estimates the cost of moves from the remaining share of hosts' NICs. All rates are shares of the total.
 Circuits and ToRs without a limit get a limit that is never reached."""

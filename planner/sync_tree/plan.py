@@ -1,9 +1,9 @@
 """Plan a weight version: waves of pieces over trees, with a lower bound and the naive time for comparison. Has no side
 effects.
 
-Several ways to cut shards and fill waves are planned in full, and the one with the least model time is used. Pieces
-that are small compared with a chunk wait longest for the edges above them; they are sent in separate rounds without
-such waits."""
+Several ways to cut shards and fill waves are planned in full, and the plan with the shortest predicted time is used.
+Pieces that are small compared with a chunk wait longest for the edges above them; they are sent in separate rounds
+without such waits."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Derive the minimal set of shards between the trainer's layout and the engines', and the byte order in each. Has no
-side effects.
+"""Derive the minimal set of shards between the layouts of trainer and engines, and the order of bytes in each shard.
+Has no side effects.
 
 All elements with the same holders and the same receivers form one shard, across parameters. Senders and receivers read
 a shard as its slices in sequence, each a box in row-major order; `LocalShard` describes their place on either side."""

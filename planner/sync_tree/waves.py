@@ -130,7 +130,8 @@ class _Filling:
                 self._turn += 1
 
     def _most_roots(self, making: WaveDraft) -> tuple[int, int]:
-        """Return the maximum number of crossings from pods that need nothing, per piece and per family, in one wave."""
+        """Return the maximum number of crossings in one wave, per piece and per family, from pods that need no
+        shard."""
         needed = {group.pod for group in self._groups if group.pieces}
         free = [pod for pod in range(len(self._problem.pods)) if pod not in needed]
         circuits = int(making.circuits[free].sum())

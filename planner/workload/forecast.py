@@ -36,7 +36,7 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConditionalLengths:
-    """Distributions of an output's length given its generated tokens: a common one, and one for each tag.
+    """Distributions of an output's length given its generated tokens: a common distribution, and one for each tag.
 
     All methods take numbers or arrays that broadcast: `generated_tokens`, `limit_tokens` (where an output is cut; 0
     means `max_output_tokens`) and `rows`, which `rows_of` returns for tags. A bin counts as its upper edge.
@@ -133,8 +133,8 @@ class ConditionalLengths:
 class Forecast:
     """The remaining tokens of the requests in flight.
 
-    `remaining_tokens` holds one estimate per request, in order. Each is a draw from the request's own distribution; the
-    draws are spread evenly, so that together they reproduce the histogram with its tail.
+    `remaining_tokens` has one estimate per request, in the order of the requests. Each is a draw from the request's own
+    distribution; the draws are spread evenly, so that together they reproduce the histogram with its tail.
     """
 
     remaining: Histogram

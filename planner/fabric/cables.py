@@ -1,8 +1,8 @@
-"""Find miswired cables: compare what ToRs observe with the site's file and the switches' cross-connects. Has no side
-effects.
+"""Find miswired cables: compare the ToRs' observations with the site's file and the switches' cross-connects. Has no
+side effects.
 
-A switch controls its mirrors, but cannot detect which fibre is plugged in. Light on a wrong fibre arrives elsewhere: a
-ToR has an unexpected signal, or an unexpected router answers there."""
+A switch controls its mirrors, but cannot detect which fibre is plugged in. Light on a wrong fibre arrives elsewhere: an
+interface of a ToR has an unexpected signal, or an unexpected router answers at the interface."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,5 @@
-"""Estimate the offset of another host's clock, with a bound that holds for any network delay. Has no side effects.
+"""Estimate the offset of another host's clock, with an error bound that holds for any network delay. Has no side
+effects.
 
 Uses the four timestamps of NTP (RFC 5905, section 8), but keeps the bound with the estimate: a reply is sent after the
 request left and before it arrived, so the offset lies within half of the round trip. The ranges of several exchanges

@@ -1,8 +1,8 @@
 """Derive the intent of a Gen period: the traffic of the deployed engines until the next redeployment. Has no side
 effects.
 
-The volumes are those that `planner/cost/roofline.py` times: activations of every token that passes a layer. A rank's
-number is its GPU's."""
+The volumes are those that `planner/cost/roofline.py` times: activations of every token that passes a layer. The number
+of a rank is the number of its GPU."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence

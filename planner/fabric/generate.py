@@ -1,7 +1,7 @@
 """Generate regular sites: rail-aligned PoDs, fibres spread over the switches, and lanes reserved for responses.
 
-Each switch of a PoD has fibres to each of its ToRs and uplinks, and each core switch to each uplink, so that any two
-endpoints share every switch. If one switch has too few ports, more switches share the fibres."""
+Each switch of a PoD has fibres to each ToR and uplink of the PoD, and each core switch has fibres to each uplink, so
+that any two endpoints share every switch. If one switch has too few ports, more switches share the fibres."""
 
 import math
 from collections import Counter, defaultdict

@@ -59,8 +59,8 @@ def materialize(
 
 
 def validate(site: Site, state: FabricState, cross_connects: Iterable[PortPair]) -> tuple[str, ...]:
-    """Return why these cross-connects cannot be committed in this state (the final check of section 5.3); empty if they
-    can."""
+    """Return the reasons why these cross-connects cannot be committed in this state (the final check of section 5.3);
+    empty if they can be committed."""
     ground = PlanGround(site, state, frozenset(site.pod))
     wanted = frozenset(cross_connects)
     used = {port for each in wanted for port in each.sides}

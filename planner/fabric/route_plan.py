@@ -238,7 +238,8 @@ def update(
     A route changes after all routes that its packets meet further on have changed. A changed route then leads to the
     destination over changed routers only; an unchanged route leads as before until it meets a changed router. Routes
     without a successor are removed last. `before` must only be free of loops. Tables missing from `before` count as
-    empty. `stuck` lists (router, prefix) that cannot be changed; routes that depend on them stay as they are."""
+    empty. `stuck` lists the routes that cannot be changed, as (router, prefix); routes that depend on these routes stay
+    as they are."""
     stuck = frozenset(stuck)
     by_address, owners = domain.by_address(), domain.owners()
 

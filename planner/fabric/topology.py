@@ -130,7 +130,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Site:
-    """A valid site; `orchestrrl/fabric/site.py` reads and checks its file."""
+    """A valid site, read from a site file and checked by `orchestrrl/fabric/site.py`."""
 
     link_gbps: float  # of a circuit, per direction
     nic_gbps: float

@@ -1,4 +1,4 @@
-"""Cut the requests, longest first, into blocks that run at once, and put blocks one after another on instances.
+"""Cut the requests, longest first, into blocks that run at once, and place the blocks one after another on instances.
 
 Every instance with a long request pays alpha for all its iterations, so long requests belong together. A block is as
 large as time and KV room allow. A block that leaves much time unused shares its instance with blocks of shorter

@@ -78,7 +78,7 @@ def live_fleet(
     """Return the part of the fleet in `snapshot` that a plan decides on.
 
     Engines that are gone, report invalid values, are draining or run an unknown configuration are excluded. Requests on
-    engines that are gone count as queued in their gateway.
+    engines that are gone are treated as queued in their gateway.
     """
     known = {configuration.id: configuration for configuration in configurations}
     draining = {engine.id for engine in snapshot.engines if engine.draining and engine.health in ANSWERING}

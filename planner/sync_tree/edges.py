@@ -44,8 +44,8 @@ class LocalPod:
 
 @lru_cache(maxsize=4096)  # regular sites repeat the same input for every pod and wave
 def spread(pod: LocalPod) -> tuple[Ints, ...]:
-    """Return a tree for each piece, as an array with three rows: the parent, the child, and the number of edges above
-    of each edge. Receivers below unreachable ToRs are omitted."""
+    """Return a tree for each piece, as an array with three rows and a column per edge: the edge's parent, its child,
+    and the number of edges above it. Receivers below unreachable ToRs are omitted."""
     budget, _ = _budgets(pod)
     only = [_only_ways(pod, piece, budget) for piece in pod.pieces]
     overrun_s, trees = _spread(pod, only)

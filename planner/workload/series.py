@@ -1,4 +1,4 @@
-"""Forecast the output lengths of the next generation step from those of recent steps. Has no side effects.
+"""Forecast the output lengths of the next generation step from the lengths of recent steps. Has no side effects.
 
 Section 4.1 of the paper runs ARIMA over the length statistics of recent steps before each step. Here, three methods
 forecast every step: ARIMA on a few components, an exponentially weighted average, and the last step. Each method is

@@ -38,16 +38,16 @@ class GatewayRollout:
     """A `rollout_func` for TRL: it requests the completions of a batch of prompts concurrently and returns them in
     order.
 
-    TRL repeats a prompt for each of its samples, so every prompt of the batch is one request. Request ids contain `tag`
-    (also sent as X-Tag) and the trainer's step; samples of one prompt share X-Group-Id in all ranks.
+    TRL repeats a prompt for each sample, so every prompt of the batch is one request. Request ids contain `tag` (also
+    sent as X-Tag) and the trainer's step; samples of one prompt share X-Group-Id in all ranks.
 
     `engine_urls` are the vLLM servers behind the gateway. They receive requests directly while the gateway is down, and
     they receive the weights. With `sync` or `weights_dir`, the engines get the trainer's weights before the first
-    rollout and before each rollout that follows an optimizer step, behind the closed pause barrier; the step is the
-    policy version. With `sync`, each rank publishes its part and the daemon brings the version to every engine; numbers
-    continue above versions that the fleet has had. `weights_dir` is a folder with the same path on engines and trainer:
-    weights are saved there, and the engines load them. Without either, the caller must update the engines, or the
-    trainer learns from a policy that is not its own.
+    rollout and before each rollout that follows an optimizer step, while the pause barrier is closed; the step is the
+    policy version. With `sync`, each rank publishes its part and the daemon brings the version to every engine; version
+    numbers continue above those that the fleet has had. `weights_dir` is a folder with the same path on engines and
+    trainer: weights are saved in it, and the engines load them. If neither is given, the caller must update the
+    engines; otherwise the trainer learns from samples of an outdated policy.
     """
 
     def __init__(
@@ -101,9 +101,10 @@ class GatewayRollout:
         }
 
     def sync_weights(self, trainer: GrpoTrainer) -> None:
-        """Bring the trainer's current weights into the engines; return when they serve them. Every rank must call it.
+        """Bring the trainer's current weights into the engines; return when the engines serve them. Every rank must
+        call this method.
 
-        Rollouts call it automatically. After the last step the caller must call it, if the engines continue to serve.
+        Rollouts call it automatically. After the last step, the caller must call it if the engines continue to serve.
         Raises the errors of `WeightsClient.publish` or `reload_weights`.
         """
         if self._sync is None and self._weights_dir is None:
@@ -203,8 +204,8 @@ def sampling_parameters(trainer: GrpoTrainer) -> dict[str, Any]:
 
 
 def read_completion(answer: Mapping[str, Any], request_id: str) -> tuple[list[int], list[float | None]]:
-    """Return the sampled token ids and the log-probability of each, None if the engine returned no number. Raises
-    Permanent for an incomplete or malformed answer, from which a trainer must not learn."""
+    """Return the sampled token ids and the log-probability of each token, which is None if the engine returned no
+    number. Raises Permanent if the answer is incomplete or malformed, because a trainer must not learn from it."""
     try:
         (choice,) = answer["choices"]
         if choice["finish_reason"] not in ("stop", "length"):

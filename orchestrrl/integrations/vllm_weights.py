@@ -38,16 +38,17 @@ def reload_weights(
     """Have vLLM servers load the weights in folder `weights_path`, in Hugging Face's format. The servers must be able
     to read the folder.
 
-    All engines are paused meanwhile, so that no two engines serve different versions at the same time. Running requests
-    are kept, lose their KV cache and continue with the new weights. Requires `VLLM_SERVER_DEV_MODE=1` on the servers.
-    `policy_version` is the version of the weights; without it the gateway assumes that they have not changed. The
-    gateway stores the path for engines that start later: keep the folder until other weights have been loaded.
+    All engines are paused during the load, so that no two engines serve different versions at the same time. Running
+    requests are kept, lose their KV cache and continue with the new weights. Requires `VLLM_SERVER_DEV_MODE=1` on the
+    servers. `policy_version` is the version of the weights; if it is None, the gateway assumes that the weights have
+    not changed. The gateway stores the path for engines that start later: keep the folder until other weights have been
+    loaded.
 
     Engines of the gateway that are not in `engine_urls` are not updated, and get no requests until their version is
     reported. If the gateway is down, the servers are updated without it.
 
-    Raises Retryable or Permanent if no server was changed and all continue. Raises OutcomeUnknown if some servers may
-    have part of the weights: those stay paused, the others continue with the new weights.
+    Raises Retryable or Permanent if no server was changed and all servers continue. Raises OutcomeUnknown if some
+    servers may have part of the weights: these servers stay paused, the others continue with the new weights.
     """
     urls, weights = [url.rstrip("/") for url in engine_urls], str(weights_path)
 
@@ -67,7 +68,7 @@ def reload_weights(
 
 @contextmanager
 def _unchanged() -> Iterator[None]:
-    """Add to errors raised in the block that no weights were changed."""
+    """Extend the messages of errors raised in the block with the statement that no weights were changed."""
     try:
         yield
     except Retryable as error:
@@ -77,8 +78,8 @@ def _unchanged() -> Iterator[None]:
 
 
 class _Barrier:
-    """The pause barrier of the gateway, under this process's lease once it is closed. It is part of the operator API,
-    whose port may change when the gateway restarts."""
+    """The pause barrier of the gateway, which this process holds by a lease once it has closed the barrier. The barrier
+    is part of the operator API, whose port may change when the gateway restarts."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, lease_s: float) -> None:
         self.http = http
@@ -90,7 +91,8 @@ class _Barrier:
         self.restless: dict[str, str] = {}  # engines that could not be paused, with the reason
 
     async def close(self, holder: str) -> bool:
-        """Close the barrier; return False if no gateway runs. Raises Retryable or Permanent if the gateway refuses."""
+        """Close the barrier; return whether a gateway is running. Raises Retryable or Permanent if the gateway refuses,
+        and Permanent if its operator API cannot be reached."""
         try:
             operator_url = await self._operator_url()
         except Retryable as error:
@@ -126,7 +128,7 @@ class _Barrier:
         )
 
     async def renew(self) -> None:
-        """Renew the lease until cancelled. Raises Permanent if it has ended."""
+        """Renew the lease until cancelled. Raises Permanent if the lease has ended."""
         while True:
             await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
             with suppress(Retryable):  # the next renewal may succeed
@@ -206,7 +208,7 @@ def _torn(weights_path: str, failures: Mapping[str, OrchestrRLError]) -> Outcome
 
 
 async def _each(urls: Sequence[str], act: Callable[[str], Coroutine[Any, Any, Any]]) -> dict[str, OrchestrRLError]:
-    """Call `act` for each URL concurrently; return the errors by URL."""
+    """Call `act` for each URL concurrently; return the OrchestrRLErrors by URL. Other exceptions are raised."""
     outcomes = await asyncio.gather(*(act(url) for url in urls), return_exceptions=True)
     failures: dict[str, OrchestrRLError] = {}
     for url, outcome in zip(urls, outcomes, strict=True):
@@ -220,7 +222,8 @@ async def _each(urls: Sequence[str], act: Callable[[str], Coroutine[Any, Any, An
 async def _call(
     http: aiohttp.ClientSession, url: str, body: Mapping[str, Any] | None = None, method: str = "POST"
 ) -> dict[str, Any]:
-    """Call a server; return its JSON object, or {} if the answer is not one. Raises Retryable or Permanent."""
+    """Call a server; return its JSON object, or {} if the answer is not a JSON object. Raises Retryable if the server
+    is unreachable or busy, and Permanent if it rejects the call."""
     try:
         async with http.request(method, url, json=body) as response:
             text = await response.text()
@@ -237,7 +240,8 @@ async def _call(
 
 
 def run(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """Run a coroutine from synchronous code, in another thread if a loop already runs in this one, as in a notebook."""
+    """Run a coroutine from synchronous code. If an event loop is already running in this thread, as in a notebook, run
+    it in another thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

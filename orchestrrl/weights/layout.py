@@ -1,9 +1,9 @@
 """Compute byte positions: tensors in a safetensors file, and the byte runs of a shard in such files.
 
-A shard is a sequence of tensor boxes in row-major order. In a file, a box is a set of rows at a fixed stride; if a file
-has only part of the box, its rows are strided in the shard, too. A shard is described by such runs of equal rows, never
-by single rows. The file format is that of safetensors (README of huggingface/safetensors): an eight-byte length, a JSON
-header, then the tensors.
+A shard is a sequence of tensor boxes in row-major order. In a file, a box is a set of rows at a fixed stride. If a file
+has only part of the box, the rows of that part are also strided in the shard. A shard is described by such runs of
+equal rows, never by single rows. The file format is that of safetensors (README of huggingface/safetensors): an
+eight-byte length, a JSON header, then the tensors.
 """
 
 import itertools
@@ -41,8 +41,8 @@ class FileLayout:
 
 
 def lay_out(tensors: Sequence[TensorMeta]) -> FileLayout:
-    """Return the file layout of these tensors; it depends on nothing else. The metadata names the format, because
-    Hugging Face's loaders require it."""
+    """Return the file layout of these tensors. Equal tensors always give the same layout. The file's metadata names the
+    format, because Hugging Face's loaders require it."""
     ordered = tuple(sorted(tensors, key=lambda each: each.name))
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at, places = 0, {}
@@ -76,7 +76,8 @@ def read_layout(path: Path) -> FileLayout:
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file, as an index into a list of files, and the boxes of its tensors that are filled; None means all boxes."""
+    """A file that has bytes of shards, given as an index into a list of files. `boxes` has the boxes of its tensors
+    that are filled; None means all boxes."""
 
     file: int
     places: Mapping[str, int]
@@ -96,8 +97,8 @@ class ByteRun(NamedTuple):
     period: int = 0
 
     def clipped(self, offset: int, end: int) -> "Iterator[ByteRun]":
-        """Yield the parts of the run within [offset, end), with `at` relative to `offset`: each cut row on its own, and
-        the whole rows as one run."""
+        """Yield the parts of the run within [offset, end), with `at` relative to `offset`. Each row that is cut gives a
+        run, and all whole rows together give one run."""
         at, file, start, length, times, stride, period = self
         first, last = max(0, (offset - at) // (period or length)), min(times, -(-(end - at) // (period or length)))
         is_cut = at < offset or at + (times - 1) * period + length > end
@@ -125,7 +126,7 @@ class ShardRuns:
         self._before = np.maximum.accumulate(self._end)
 
     def single(self, offset: int, size: int) -> tuple[int, int] | None:
-        """Return (file, offset in the file) if the range is contiguous in one file, else None."""
+        """Return (file index, offset in the file) if the range is contiguous in one file, else None."""
         found = list(itertools.islice(self.pieces(offset, size), 2))
         return (found[0].file, found[0].start) if len(found) == 1 and found[0].times == 1 else None
 
@@ -136,8 +137,8 @@ class ShardRuns:
             yield from ByteRun(*run).clipped(offset, offset + size)
 
     def spans(self, file: int) -> tuple[Ints, Ints]:
-        """Return the starts and ends of the byte spans of a file that the shard uses, unordered. Strided rows with gaps
-        of less than a page form one span."""
+        """Return the starts and ends of the byte spans of a file that the shard uses, in unspecified order. Strided
+        rows with gaps of less than a page form one span."""
         runs = self._runs[self._runs[:, 1] == file]
         _, _, start, length, times, stride, _ = runs.T
         dense = (times == 1) | (stride - length < PAGE_BYTES)
@@ -171,8 +172,8 @@ def _both_sides(files: Sequence[Bytes], runs: Iterator[ByteRun], wire: Bytes) ->
 
 
 def locate(shard: ShardMap, tensors: Mapping[str, TensorMeta], sources: Sequence[SourceFile]) -> ShardRuns:
-    """Return the runs of a shard in its sources; each byte is taken from the first source that has it. Raises
-    ValueError if a byte is in none of the sources."""
+    """Return the runs of a shard in its source files. Each byte is taken from the first source that has it. Raises
+    ValueError if no source has a byte."""
     runs: list[ByteRun] = []
     for piece in shard.slices:
         tensor = tensors[piece.parameter]
@@ -191,7 +192,8 @@ def locate(shard: ShardMap, tensors: Mapping[str, TensorMeta], sources: Sequence
 
 
 def _without(box: Box, hole: Box) -> Iterator[Box]:
-    """Yield the boxes of `box` outside `hole`, split axis by axis; the whole box if the two do not overlap."""
+    """Yield boxes that cover the part of `box` outside `hole`, split axis by axis; the whole `box` if it does not
+    overlap `hole`."""
     if overlap(box, hole) is None:
         yield box
         return
@@ -240,14 +242,14 @@ def _joined(runs: Sequence[ByteRun]) -> list[ByteRun]:
 
 
 def _most_groups(box: Box, shape: Sequence[int]) -> int:
-    """Return the largest number of row groups of a box: rows along one axis form a group, and each index of the axes
-    before it has a group of its own."""
+    """Return the largest number of row groups of a box. The rows along one axis form a group, and each index of the
+    axes before that axis has a separate group."""
     divided = [axis for axis, (first, last) in enumerate(box) if last - first < shape[axis]]
     return math.prod(last - first for first, last in box[: max(0, divided[-1] - 1)]) if divided else 1
 
 
 def faults_of_shard(shard: ShardMap, tensors: Mapping[str, TensorMeta], block_bytes: int) -> list[str]:
-    """Return the inconsistencies in the description of a shard, which do not depend on the host that stores it."""
+    """Return the faults in the description of a shard that can be found without access to its stored bytes."""
     faults, at, groups = [], 0, 0
     for number, piece in enumerate(shard.slices):
         path = f"shards.{shard.id}.slices[{number}]"

@@ -1,4 +1,4 @@
-"""Types of weight sync: peers, versions, and the parts of a version that a peer stores. Values only; no torch.
+"""Data types of weight sync: peers, versions, and the parts of a version that a peer stores. They do not need torch.
 
 A version is a list of tensors under the names that engines load (Hugging Face's). Every host stores a version in
 safetensors files that have the whole tensors, one after the other in order of names; a part that the host does not
@@ -91,7 +91,8 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class ShardMap:
-    """The tensor slices of a shard. `sums` are its blocks' checksums in hexadecimal, empty if not computed yet."""
+    """The tensor slices of a shard. `sums` has the checksums of its blocks in hexadecimal, or is empty if they are not
+    computed yet."""
 
     id: str
     bytes: int
@@ -117,7 +118,7 @@ class VersionMap:
 
     @property
     def bytes(self) -> int:
-        """Return the total size of the tensors; each byte counts once."""
+        """Return the total size of the tensors in bytes. A byte that several peers store is counted once."""
         return sum(tensor.bytes for tensor in self.tensors)
 
 
@@ -169,7 +170,8 @@ class HeldVersion:
 
 @dataclass(frozen=True, slots=True)
 class PeerLocation:
-    """The location of a peer: a GPU of the fabric's site, which implies the rest, or pod, ToR and NIC rate."""
+    """The location of a peer in the network: a GPU of the fabric's site, or the PoD, the ToR and the rate of the NIC.
+    A GPU implies these three."""
 
     gpu: Rank | None = None
     pod: Name = ""

@@ -1,8 +1,8 @@
-"""Orders from the daemon to peers, and reports from peers to the daemon, as values.
+"""Data types of the orders from the daemon to peers and of the reports from peers to the daemon.
 
 A peer carries out each order id once, and answers a repeated order with the stored result. It refuses orders of a
 generation older than the newest it has seen. Every order is idempotent, so a restarted daemon sends new orders instead
-of querying the results of the old ones. A deadline is a time of the receiver's clock; `PeerOrder.by_clock` converts it
+of querying the results of old orders. A deadline is a time of the receiver's clock; `PeerOrder.by_clock` converts it
 from the daemon's clock to the peer's.
 """
 
@@ -20,7 +20,8 @@ from planner.sync_tree.ranges import PeerFlow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CarryEdge(PeerFlow):
-    """A transfer between two peers, as ordered at both of them. The receiver listens for the connection."""
+    """A transfer between two peers, as described in the orders to both peers. The receiver listens for the
+    connection."""
 
     id: str
     transport: str
@@ -29,9 +30,9 @@ class CarryEdge(PeerFlow):
 
 @dataclass(frozen=True, slots=True)
 class OpenVersion:
-    """Open a version on the peer, from parts that trainers staged on its host or to receive it. Stored bytes are kept.
-    `at_home` are shards that engines of this host need and that its parts or its file already have: no peer sends them;
-    bytes that are in parts are copied into the file."""
+    """Open a version on the peer, either from parts that trainers staged on its host or to receive the version. Stored
+    bytes are kept. `at_home` lists the shards that engines of this host need and that the host's parts or file already
+    have. No peer sends these shards; their bytes in parts are copied into the file."""
 
     map: VersionMap
     parts: tuple[StagedPart, ...] = ()
@@ -50,9 +51,9 @@ class SumShards:
 
 @dataclass(frozen=True, slots=True)
 class CarryEdges:
-    """Send and receive these edges in addition to the running ones. A peer starts its edges of a wave after its edges
-    of earlier waves have ended, and forwards bytes as soon as it has received them. The result returns at once;
-    progress is reported in `EdgeEvent`s."""
+    """Start these edges, in addition to the running edges. A peer starts its edges of a wave after its edges of earlier
+    waves have ended, and forwards bytes as soon as it has received them. The result is sent at once; progress is
+    reported in `EdgeEvent`s."""
 
     version: int
     edges: tuple[CarryEdge, ...]
@@ -72,7 +73,7 @@ class EndEdges:
 
 @dataclass(frozen=True, slots=True)
 class CheckVersion:
-    """Compare the stored bytes with the checksums. Blocks that differ count as missing afterwards."""
+    """Compare the stored bytes with the checksums. Blocks that differ are then reported as missing."""
 
     version: int
     kind: Literal["check"] = "check"
@@ -81,8 +82,8 @@ class CheckVersion:
 @dataclass(frozen=True, slots=True)
 class InstallVersion:
     """Have the engine load the version, unless `valid_until_s` has passed. The engine is paused for the installation
-    and then returns to its previous state. If it already reports the version, nothing is done, unless `anew` is set
-    because another program may have changed its weights since."""
+    and then returns to its previous state. If the engine already reports the version, the order has no effect, unless
+    `anew` is set because another program may have changed the weights in the meantime."""
 
     version: int
     engine: EngineId
@@ -93,7 +94,8 @@ class InstallVersion:
 
 @dataclass(frozen=True, slots=True)
 class QueryVersion:
-    """Query which version the engine has. The peer reports it before it answers, as it reports every change."""
+    """Query which version the engine has. Before the peer answers the order, it reports the version if it has
+    changed."""
 
     engine: EngineId
     kind: Literal["query_version"] = "query_version"
@@ -112,8 +114,9 @@ class ProbeWeights:
 
 @dataclass(frozen=True, slots=True)
 class RestEngine:
-    """Pause the engine and drop its KV cache, or resume it, where no gateway does. Running requests may finish within
-    `drain_s`; if they do not, the engine continues as before. `ends` aborts running requests at once."""
+    """Pause the engine and drop its KV cache, or resume the engine, if no gateway does so. Running requests may finish
+    within `drain_s`; if they do not, the engine continues and the order fails. `ends` aborts running requests at
+    once."""
 
     engine: EngineId
     at_rest: bool
@@ -124,7 +127,7 @@ class RestEngine:
 
 @dataclass(frozen=True, slots=True)
 class KeepVersions:
-    """Discard all versions except these."""
+    """Discard all stored versions except the listed versions."""
 
     versions: tuple[int, ...]
     kind: Literal["keep"] = "keep"
@@ -147,8 +150,8 @@ class BackendAct:
 
 @dataclass(frozen=True, slots=True)
 class ServeEngines:
-    """Serve these engines (id to URL) from now on, and those named on the peer's command line. The assignment is stored
-    and survives a restart of the peer. Engines assigned earlier and not listed are dropped."""
+    """Serve these engines (id to URL) from now on, in addition to the engines on the peer's command line. The
+    assignment is stored and survives a restart of the peer. Engines assigned earlier and not listed are dropped."""
 
     engines: Mapping[EngineId, str]
     kind: Literal["serve"] = "serve"
@@ -179,7 +182,8 @@ class PeerOrder:
 
     @property
     def valid_until_s(self) -> None:
-        """Return None: delivery has no deadline. An order that has one contains it."""
+        """Return None, because the delivery of an order has no deadline. An order with a deadline contains it as a
+        field."""
 
     def by_clock(self, ahead_s: float) -> "PeerOrder":
         """Return the order with its deadline converted to a clock that is `ahead_s` ahead."""
@@ -197,7 +201,7 @@ class OrderOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PeerResult:
-    """The result of an order. `detail` is for people; the fields after it are the values that the order requested."""
+    """The result of an order. `detail` is free text; the fields after it are the values that the order requested."""
 
     id: str
     outcome: OrderOutcome

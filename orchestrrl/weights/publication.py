@@ -1,4 +1,4 @@
-"""Publications of trainer ranks: the value, its JSON form, and whether the publications of a version agree. Pure."""
+"""Publications of trainer ranks: the data type, its JSON form, and the check that a version's publications agree."""
 
 import hashlib
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ NOT_ATTACHED = "peer: is not attached"  # prefix of the daemon's error while the
 class Publication:
     """The part of a version that one trainer rank has staged and publishes.
 
-    `tensors` describes every tensor of which the rank staged a part, whole; `boxes` has the staged parts. Several ranks
-    may stage the same box. `tensors` is empty if other ranks of the host have staged everything that this rank has.
+    `tensors` has the whole shape of every tensor of which the rank staged a part; `boxes` has the staged parts. Several
+    ranks may stage the same box. `tensors` must not be empty.
 
     `install` is "at_once" (the daemon closes the pause barrier as soon as all bytes have arrived), "next_pause" (the
     trainer continues, and engines install when the barrier is next closed or about to open), or empty (the configured
@@ -93,8 +93,8 @@ class PublicationSet:
             self.tensors.setdefault(tensor.name, (tensor, publication.rank))
 
     def faults(self, publication: Publication) -> list[str]:
-        """Return the faults of a publication on its own and against the other ranks' publications. Those agree with
-        each other, so it is compared with only one of them: there may be thousands."""
+        """Return the faults of a publication and its contradictions to the other ranks' publications. These agree with
+        each other, so options are compared with those of one other rank only: there may be thousands of ranks."""
         faults = [] if publication.tensors else ["tensors: must not be empty, got []"]
         names: set[str] = set()
         for place, tensor in enumerate(publication.tensors):
@@ -119,6 +119,6 @@ class PublicationSet:
 
 
 def fingerprint(publication: Publication) -> str:
-    """Return the rank and a digest of its publication, `run` included. Staging times do not change the digest."""
+    """Return the rank and a digest of the publication, including `run`. Staging times do not affect the digest."""
     timeless = replace(publication, began_s=0.0, offload_s=0.0, gather_s=0.0)
     return f"{publication.rank}:{hashlib.sha256(PUBLICATION.dump_json(timeless)).hexdigest()[:32]}"

@@ -1,8 +1,8 @@
 """A lock on a version's folder, by which trainers keep the peer from discarding the parts that they stage.
 
-Ranks stage a version before the daemon has received it, and its number may be lower than the fleet's. So no order of
-the daemon protects the staged parts. A shared lock (flock) on the folder does, which the kernel releases when a trainer
-dies.
+Ranks stage a version before it is published to the daemon, and its number may be lower than the fleet's. So no order of
+the daemon protects the staged parts. Instead, a shared lock (flock) on the folder protects them. The kernel releases
+the lock when a trainer dies.
 """
 
 import fcntl
@@ -50,7 +50,8 @@ def _locked_folder(home: Path) -> int | None:
 
 @contextmanager
 def nobody_stages(home: Path) -> Iterator[bool]:
-    """Yield whether no trainer stages into the folder. If true, no trainer can start until the context exits."""
+    """Yield whether no trainer is staging into the folder. If True, no trainer can begin to stage into it until the
+    context exits."""
     folder = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,8 @@
 """The protocol of one edge over its link: announced pieces of a byte range, and keepalives while none is ready.
 
-An announcement is 8 bytes: the number of pieces that follow, 0 for a keepalive, and the number of the first piece. Both
-endpoints cut the range into the same pieces, so no further metadata is sent, and the transfer ends with the range. A
-sender that waits for its own bytes (they come from further up the tree) sends keepalives; a dead sender sends none.
+An announcement has 8 bytes: the number of pieces that follow, which is 0 for a keepalive, and the index of the first
+piece. Both endpoints cut the range into the same pieces, so no further metadata is sent, and the transfer ends with the
+range. A sender that is itself waiting for bytes from another peer sends keepalives; a dead sender sends none.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ class LocalVersion(Protocol):
         ...
 
     def read(self, shard: str, offset: int, into: memoryview) -> None:
-        """Copy bytes that have arrived into `into`; they need not be contiguous in the file."""
+        """Copy bytes that have arrived into `into`. The bytes need not be contiguous in the file."""
         ...
 
     def write(self, shard: str, offset: int, data: memoryview) -> None:
@@ -54,11 +54,11 @@ class LocalVersion(Protocol):
         ...
 
     def wait(self, shard: str, offset: int, size: int, timeout_s: float) -> bool:
-        """Wait until the whole range has arrived; return False after `timeout_s`."""
+        """Wait until the whole range has arrived; return whether it has arrived within `timeout_s`."""
         ...
 
     def missing(self) -> dict[str, tuple[Range, ...]]:
-        """Return the missing ranges by shard, ascending; complete shards are left out."""
+        """Return the missing ranges of each incomplete shard, sorted by offset."""
         ...
 
 
@@ -90,8 +90,8 @@ class EdgeRun:
 
     @property
     def link_key(self) -> str:
-        """Return the key by which the two endpoints find each other. It has a digest of the edge, so that an edge of
-        another plan with the same id has another key."""
+        """Return the key by which the two endpoints find each other. It contains a digest of the edge, so that an edge
+        of another plan with the same id has another key."""
         edge = self.edge
         what = (edge.shard, edge.offset, edge.bytes, edge.src, edge.dst, piece_bytes(edge.rate_gbps, self.chunk_bytes))
         return f"{self.version}/{edge.id}/{hashlib.blake2s(repr(what).encode(), digest_size=8).hexdigest()}"
@@ -123,7 +123,8 @@ def piece_bytes(rate_gbps: float, chunk_bytes: int) -> int:
 
 
 class Pacer:
-    """A token bucket with a capacity of `burst_bytes`. The sender waits before it sends bytes beyond its content."""
+    """A token bucket with a capacity of `burst_bytes`. A sender that needs more bytes than the bucket contains must
+    wait."""
 
     def __init__(self, rate_gbps: float, burst_bytes: int) -> None:
         if rate_gbps < 0:
@@ -134,7 +135,8 @@ class Pacer:
         self._at_s: float | None = None
 
     def take(self, size: int, now_s: float) -> float:
-        """Take `size` bytes; return the seconds to wait before they are sent, 0 if there is no rate."""
+        """Take `size` bytes from the bucket; return the time in seconds to wait before they are sent. The time is 0 if
+        the edge has no rate limit."""
         if not self._bytes_per_s:
             return 0.0
         passed_s = max(0.0, now_s - self._at_s) if self._at_s is not None else 0.0
@@ -144,7 +146,7 @@ class Pacer:
 
 
 class _Flight:
-    """The pieces in flight on a link. A piece that is not contiguous in a file goes through a reused buffer."""
+    """The pieces in flight on a link. A piece that is not contiguous in a file is copied through a reused buffer."""
 
     def __init__(self, run: EdgeRun) -> None:
         self.pieces = run.pieces
@@ -154,7 +156,7 @@ class _Flight:
         self._pending: deque[tuple[PendingChunk, Callable[[], None], memoryview | None]] = deque()
 
     def view(self, offset: int, size: int) -> tuple[memoryview, memoryview | None]:
-        """Return the memory of a piece, and the same memory again if it is a reused buffer, else None."""
+        """Return the memory for a piece, and the reused buffer that contains it, or None if the memory is in a file."""
         view = self._run.staged.view(self._run.edge.shard, offset, size)
         if view is not None:
             return view, None
@@ -177,7 +179,8 @@ class _Flight:
 
 
 def send(link: OutgoingLink, run: EdgeRun) -> None:
-    """Send all bytes of the edge as they become available. Raises LinkBroken, EdgeEnded, and errors of reading."""
+    """Send all bytes of the edge as they become available. Raises LinkBroken if the link breaks, EdgeEnded if the edge
+    is ended from outside, and the errors of reading the bytes."""
     flight, number = _Flight(run), 0
     staged, shard, pieces = run.staged, run.edge.shard, flight.pieces
     pacer = Pacer(run.edge.rate_gbps, flight.most_bytes)
@@ -209,7 +212,8 @@ def send(link: OutgoingLink, run: EdgeRun) -> None:
 
 
 def receive(link: IncomingLink, run: EdgeRun) -> None:
-    """Receive all bytes of the edge. Raises LinkBroken, EdgeEnded, and errors of writing."""
+    """Receive all bytes of the edge. Raises LinkBroken if the link breaks, EdgeEnded if the edge is ended from outside,
+    and the errors of writing the bytes."""
     flight, number = _Flight(run), 0
     staged, shard, pieces = run.staged, run.edge.shard, flight.pieces
     heard = memoryview(bytearray(ANNOUNCEMENT.size))

@@ -1,7 +1,8 @@
 """Read, check and checksum the safetensors files of a folder without copying them.
 
-Used in engine processes and in OrchestrRL's own: needs only the standard library, and uses xxhash if installed. The
-format is that of https://huggingface.co/docs/safetensors: 8 bytes of header length, a JSON header, and the data.
+This module is used in engine processes and in OrchestrRL's own processes. It needs only the standard library, and uses
+xxhash if installed. The format is that of https://huggingface.co/docs/safetensors: 8 bytes of header length, a JSON
+header, and the data.
 """
 
 import errno
@@ -36,7 +37,7 @@ MOST_NAMED = 5  # differences listed in one message
 
 
 class BrokenCheckpoint(ValueError):
-    """Raised if the folder does not have a complete checkpoint, or not one of this model."""
+    """Raised if a folder does not contain a complete checkpoint, or the checkpoint is of another model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ class StoredTensor:
 
 
 def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a folder, sorted by name. Raises BrokenCheckpoint, also for a truncated file."""
+    """Return the tensors of a folder, sorted by name. Raises BrokenCheckpoint if the folder does not contain a complete
+    checkpoint, for example because a file is truncated."""
     found: dict[str, StoredTensor] = {}
     try:
         for file in _files(folder):
@@ -72,8 +74,8 @@ def shapes_of(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]
 
 
 def check_same_model(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise BrokenCheckpoint unless `given` has the tensors and shapes of the model (`wanted`) and no others. A
-    `lm_head.weight` may be extra, because engines skip a head that is tied to the embedding."""
+    """Raise BrokenCheckpoint unless `given` has exactly the tensors and shapes of the model (`wanted`). An additional
+    `lm_head.weight` is allowed, because engines skip a head that is tied to the embedding."""
     faults = [f"lacks {name}" for name in wanted if name not in given]
     for name, shape in given.items():
         if name not in wanted:
@@ -98,7 +100,7 @@ def mapped(tensors: Mapping[str, StoredTensor]) -> dict[str, memoryview]:
 
 def content_sum(tensors: Mapping[str, StoredTensor], data: Mapping[str, memoryview]) -> str:
     """Return a checksum of names, dtypes, shapes and bytes, as `ALGORITHM:HEX`, regardless of the division into files.
-    Holes count as zeros and are not read, because reading would fill them on a tmpfs, perhaps beyond its size."""
+    Holes are hashed as zeros and are not read, because reading would fill them on a tmpfs, perhaps beyond its size."""
     written = {file: written_ranges(file) for file in {stored.file for stored in tensors.values()}}
 
     def one(name: str) -> str:
@@ -115,7 +117,8 @@ def content_sum(tensors: Mapping[str, StoredTensor], data: Mapping[str, memoryvi
 
 
 def folder_sum(folder: Path) -> str:
-    """Return the `content_sum` of a checkpoint's folder. Raises BrokenCheckpoint."""
+    """Return the `content_sum` of a checkpoint's folder. Raises BrokenCheckpoint if the folder does not contain a
+    complete checkpoint."""
     tensors = read_checkpoint(folder)
     return content_sum(tensors, mapped(tensors))
 
@@ -145,7 +148,7 @@ def _zeros(digest: Any, size: int) -> None:
 
 
 def written_ranges(file: Path) -> list[tuple[int, int]]:
-    """Return the (start, end) of each range of the file that is not a hole, ascending."""
+    """Return the (start, end) of each range of the file that is not a hole, sorted by start."""
     found: list[tuple[int, int]] = []
     with file.open("rb") as opened:
         at, size = 0, os.fstat(opened.fileno()).st_size
@@ -161,7 +164,8 @@ def written_ranges(file: Path) -> list[tuple[int, int]]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the checkpoint's files: those in the index if it exists, else model.safetensors, else all."""
+    """Return the checkpoint's files: the files in the index if it exists, else model.safetensors if it exists, else all
+    safetensors files. Raises BrokenCheckpoint if the index is invalid."""
     if (folder / INDEX_FILE).is_file():
         try:
             names = set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values())
@@ -174,7 +178,8 @@ def _files(folder: Path) -> list[Path]:
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    """Return the tensors of one file. Raises BrokenCheckpoint, and OSError if the file cannot be read."""
+    """Return the tensors of one file. Raises BrokenCheckpoint if the file is truncated or not a safetensors file, and
+    OSError if it cannot be read."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         start = opened.read(8)

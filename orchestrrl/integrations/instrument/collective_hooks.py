@@ -2,9 +2,9 @@
 
 Every function of torch.distributed calls a method of `ProcessGroup`, even if a caller imported the function earlier, so
 the hooks replace these methods in the class. The returned Work is followed until it has completed (work_watch.py).
-Functional collectives, DistributedDataParallel and the broadcasts of its buffers bypass these methods and are hooked at
-their operators, by a communication hook, and at `_broadcast_coalesced`. Collectives that C++ or a captured CUDA graph
-starts are not recorded.
+Three paths bypass these methods and have hooks of their own: functional collectives are hooked at their operators,
+DistributedDataParallel by a communication hook, and the broadcasts of its buffers at `_broadcast_coalesced`.
+Collectives that are started by C++ code or a captured CUDA graph are not recorded.
 """
 
 import threading
@@ -22,8 +22,8 @@ else:  # in the traced process, where this folder is on the path
 
 
 class GroupMethod(NamedTuple):
-    """A method of ProcessGroup: the operation to record, the positions of the tensor and peer arguments, and its names
-    in different versions of torch."""
+    """A method of ProcessGroup: the operation to record, the positions of the tensor and peer arguments, and the
+    method's names in different versions of torch."""
 
     op: str
     tensors_at: int | None
@@ -90,8 +90,8 @@ class HookedMethod(NamedTuple):
 
 
 class CollectiveHooks:
-    """The hooks in torch.distributed. `install` them once torch is imported. Recording never raises an exception into
-    the traced program."""
+    """The hooks in torch.distributed. `install` must be called after torch has been imported. Recording never raises an
+    exception into the traced program."""
 
     def __init__(self, writer: Callable[[], RingWriter | None], warn: Callable[[str], None]) -> None:
         self._writer, self._warn = writer, warn
@@ -133,7 +133,8 @@ class CollectiveHooks:
         self._replace(torch.nn.parallel.DistributedDataParallel, "forward", self._forward)
 
     def replace(self, owner: Any, methods: Mapping[str, str]) -> None:
-        """Record further methods that communicate (name to operation). A repeated call has no effect.
+        """Hook further methods that communicate; `methods` maps the name of a method to the operation to record. A
+        repeated call has no effect.
 
         `owner` is a class whose objects have `ranks` (global ranks), `rank`, and a `unique_name` common to all ranks.
         """
@@ -180,8 +181,8 @@ class CollectiveHooks:
     # The methods of a process group.
 
     def _method(self, method: GroupMethod, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the hook of a method. It is written inline, because each line slows the traced program, more so since
-        CPU caches are cold here."""
+        """Return the hook of a method. Its code is inlined instead of split into functions, because each step slows the
+        traced program, the more so as CPU caches are cold here."""
         op, tensors_at, peer_at, _ = method
         outer, ident = self._outer, threading.get_ident
         routes: dict[int, HookedMethod] = {}
@@ -277,7 +278,7 @@ class CollectiveHooks:
         return found
 
     def _gone(self, address: int, _: Any) -> None:
-        """Drop a freed group from the caches, because another group may get its address."""
+        """Remove a freed group from the caches, because another group may get its address."""
         self._places.pop(address, None)
         for routes in self._routes:
             routes.pop(address, None)
@@ -345,7 +346,8 @@ class CollectiveHooks:
                 self._replace(owner, "_op", self._wait_tensor)
 
     def _operator(self, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the hook of a functional collective, which ends when its result is waited for or freed."""
+        """Return the hook of a functional collective. The collective is recorded as ended when the program waits for
+        its result or frees the result."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             tensors = args[0] if args else kwargs.get("input", ())

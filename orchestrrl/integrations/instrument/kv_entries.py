@@ -8,7 +8,7 @@ An entry is a directory with one file per rank, `ROOT/orchestrrl-kv/ENTRY/0-of-2
     blocks     layer by layer, block by block, with the same bytes as in the engine's memory
     checksums  CRC-32 of every block, in the same order
 
-Standard library only. This module is independent of vLLM; kv_handover.py supplies the bytes.
+This module uses only the standard library and is independent of vLLM; kv_handover.py supplies the bytes.
 """
 
 import contextlib
@@ -43,12 +43,12 @@ logger = logging.getLogger("vllm.orchestrrl.kv_entries")
 
 
 class UnusableEntry(Exception):
-    """Raised for an entry that exists but cannot be used, with the reason. The tokens must be recomputed."""
+    """Raised, with the reason, if an entry exists but cannot be used. Its tokens must be recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvBlockLayout:
-    """The layout of a block on one rank: name, dtype, shape and packing of each layer, and its bytes per block."""
+    """The layout of a block on one rank: the name, dtype, shape, packing and bytes per block of each layer."""
 
     layers: tuple[str, ...]
     block_bytes: tuple[int, ...]  # one per layer
@@ -103,7 +103,8 @@ class KvEntryStore:
         layout: KvBlockLayout,
         layers: Iterable[Iterable[memoryview]],
     ) -> int:
-        """Write one rank's file, which gets its name when it is complete; return its size in bytes. Raises OSError.
+        """Write one rank's file, which gets its final name when it is complete; return its size in bytes. Raises
+        OSError if the file cannot be written.
 
         `layers` yields for each layer its blocks in order, in pieces of whole blocks. It is not read if there are no
         tokens.
@@ -124,7 +125,8 @@ class KvEntryStore:
         return size
 
     def lookup(self, entry: str, weights: str, block_tokens: int) -> KvEntryContents | None:
-        """Return an entry's description, or None if it is incomplete. Raises UnusableEntry if it can never be used."""
+        """Return an entry's description, or None if the entry is not yet complete. Raises UnusableEntry if it can never
+        be used, because it is damaged or does not match this engine, `weights` or `block_tokens`."""
         try:
             names = set(os.listdir(self.root / entry))
         except (FileNotFoundError, NotADirectoryError):
@@ -177,7 +179,8 @@ class KvEntryStore:
 
     @contextlib.contextmanager
     def _opened(self, entry: str, rank: int) -> Iterator[tuple[KvEntryContents, KvBlockLayout, io.BufferedReader]]:
-        """Open one rank's file, verify its head against its size, and yield it positioned at the first block."""
+        """Open one rank's file, check the file's size against its header, and yield the file positioned at the first
+        block. Raises UnusableEntry if the file cannot be read or is damaged."""
         try:
             with self.file(entry, rank).open("rb") as file:
                 try:
@@ -189,7 +192,8 @@ class KvEntryStore:
             raise UnusableEntry(str(error)) from error
 
     def discard(self, entry: str, rank: int | None = None) -> None:
-        """Delete one rank's file or the whole entry. The directory goes with its last file. Safe to repeat."""
+        """Delete one rank's file or, if `rank` is None, the whole entry. The directory is deleted with its last file. A
+        repeated call has no effect."""
         directory = self.root / entry
         try:
             names = [self.file(entry, rank).name] if rank is not None else os.listdir(directory)
@@ -201,8 +205,8 @@ class KvEntryStore:
             return
 
     def sweep(self, now_s: float, max_age_s: float, max_bytes: int) -> int:
-        """Delete entries older than `max_age_s`, then the oldest until at most `max_bytes` remain; return the remaining
-        bytes.
+        """Delete entries older than `max_age_s`, then the oldest entries until at most `max_bytes` remain. Return the
+        number of bytes that remain.
 
         Ages are computed from file system times, so `now_s` must be wall-clock time.
         """
@@ -222,7 +226,8 @@ class KvEntryStore:
 
 
 class KvEvictor:
-    """A thread that deletes entries: those to discard at once, old ones every few seconds. Engine steps do not wait."""
+    """A thread that deletes entries, so that engine steps do not wait for it. It deletes discarded entries at once and
+    old entries every few seconds."""
 
     def __init__(self, store: KvEntryStore, max_age_s: float, max_bytes: int) -> None:
         self._store = store
@@ -242,7 +247,8 @@ class KvEvictor:
         self._orders.put(entry)
 
     def reserve(self, size_bytes: int) -> bool:
-        """Reserve space; return False if there is not enough. Approximate, as other engines use the directory."""
+        """Reserve space for an entry; return whether there was enough. The result is approximate, because other engines
+        use the directory, too."""
         if self._used_bytes + size_bytes > self._max_bytes:
             return False
         self._used_bytes += size_bytes
@@ -280,8 +286,8 @@ def _head(contents: KvEntryContents, layout: KvBlockLayout) -> bytes:
 
 
 def _read_head(file: io.BufferedReader) -> tuple[KvEntryContents, KvBlockLayout]:
-    """Read and verify the head of a file. Raises ValueError, KeyError, TypeError, ArithmeticError or struct.error if
-    `_head` did not write it."""
+    """Read and verify the parts of a file before its blocks. Raises ValueError, KeyError, TypeError, ArithmeticError or
+    struct.error if they are not as `_head` writes them."""
     magic, header_bytes, tokens = PREAMBLE.unpack(file.read(PREAMBLE.size))
     size = os.fstat(file.fileno()).st_size
     if magic != MAGIC or header_bytes > MAX_HEADER_BYTES or 4 * tokens > size:
@@ -302,7 +308,8 @@ def _read_head(file: io.BufferedReader) -> tuple[KvEntryContents, KvBlockLayout]
 def _blocks_with_sums(
     out: io.BufferedWriter, blocks: int, layout: KvBlockLayout, layers: Iterable[Iterable[memoryview]]
 ) -> "array[int]":
-    """Write the blocks; return their checksums."""
+    """Write the blocks of all layers; return their checksums. Raises ValueError if a layer does not have `blocks`
+    blocks."""
     sums = array("I")
     for block_bytes, pieces in zip(layout.block_bytes, layers, strict=True):
         before = len(sums)

@@ -207,7 +207,8 @@ class KvWorker:
         self._loader.submit(self._load, job, ready)
 
     def ended(self) -> tuple[set[str], set[str], set[str]]:
-        """Return the requests whose saves, loads (including failed ones) and failed loads ended since the last call."""
+        """Return three sets of requests: those whose save has ended since the last call, those whose load has ended,
+        and those whose load has failed. Failed loads are in both of the last two sets."""
         ended: dict[str, set[str]] = {"saved": set(), "loaded": set(), "failed": set()}
         while not self._ended.empty():
             what, request_id = self._ended.get()
@@ -219,7 +220,7 @@ class KvWorker:
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     def _now(self) -> Any:
-        """Record an event after the work submitted to the GPU so far; None on a CPU."""
+        """Record a CUDA event after the work submitted to the GPU so far and return it; return None on a CPU."""
         return None if self._stream is None else torch.cuda.current_stream(self._caches[0].device).record_event()
 
     def _save(self, job: SaveJob, ready: Any) -> None:
@@ -266,8 +267,8 @@ class KvWorker:
             self._stream.synchronize()
 
     def _pieces(self, cache: torch.Tensor, block_ids: Sequence[int], *, fill: bool = False) -> Iterator[memoryview]:
-        """Yield the bytes of these blocks of a layer, in pieces of whole blocks. With `fill`, bytes written to a piece
-        go to the KV cache.
+        """Yield the bytes of these blocks of a layer, in pieces of whole blocks. With `fill`, bytes that the caller
+        writes to a piece are stored in the KV cache.
 
         A block that is contiguous in host memory is one piece; other blocks are copied through staging buffers.
         """
@@ -293,8 +294,8 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _packing(cache: torch.Tensor) -> str:
-    """Describe the properties other than the shape that determine a block's byte layout. On CPUs, kernels pack keys for
-    their instruction set."""
+    """Return a text with the properties other than the shape that determine a block's byte layout. On CPUs, kernels
+    pack keys for their instruction set."""
     strides = list(cache[0].stride())
     if cache.is_cuda:
         return f"cuda strides {strides}"

@@ -1,8 +1,8 @@
 """Schedule KV transfers of an engine: decide which aborted request is saved and which entry a new request loads.
 
-There is one scheduler per engine. It tracks transfers by request id and answers in microseconds; only a poll of an
-awaited entry reads a few small headers. Standard library only: kv_handover.py is the connector to vLLM, kv_entries.py
-handles the files.
+There is one scheduler per engine. It tracks transfers by request id, and its methods return in microseconds; only a
+poll of an awaited entry reads a few small headers. This module uses only the standard library: kv_handover.py is the
+connector to vLLM, kv_entries.py handles the files.
 
 A request selects its transfers in `kv_transfer_params` of its body:
 
@@ -48,7 +48,8 @@ class TransferParams:
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """An order to the workers to write these blocks; without blocks, an empty entry, so that no reader waits."""
+    """An order to the workers to save these blocks as an entry. If there are no blocks, the entry is empty, so that no
+    reader waits for it."""
 
     request_id: str
     entry: str
@@ -79,7 +80,8 @@ class _Waiting:
 
 
 def read_transfer_params(params: object) -> TransferParams | None:
-    """Parse `kv_transfer_params`; return None if they have no handover. Raises ValueError with all faults."""
+    """Parse `kv_transfer_params`; return None if they have no handover. Raises ValueError, listing all faults, if they
+    are invalid."""
     if not isinstance(params, Mapping) or PARAMETER not in params:
         return None
     path = f"kv_transfer_params.{PARAMETER}"
@@ -133,10 +135,10 @@ class KvTransferScheduler:
                 self._waiting[request_id] = _Waiting(wish.load)
 
     def loadable_tokens(self, request_id: str, token_ids: Sequence[int], computed: int) -> int | None:
-        """Return how many tokens after the first `computed` can be loaded, or None if the entry may still arrive and
-        the caller must call again.
+        """Return the number of tokens after the first `computed` tokens that can be loaded, or None if the entry may
+        still arrive and the caller must call again.
 
-        At least one token is always left to compute, because it yields the next one.
+        At least one token of the prompt is never loaded, because computing it yields the next token.
         """
         waiting = self._waiting.get(request_id)
         if waiting is None:
@@ -156,7 +158,8 @@ class KvTransferScheduler:
         return usable - computed
 
     def _poll(self, request_id: str, waiting: _Waiting) -> bool:
-        """Return whether the entry is complete. Raises UnusableEntry if it is unusable or does not arrive in time."""
+        """Return whether the entry is complete. Raises UnusableEntry if it is unusable or is not complete within the
+        request's `wait_s`."""
         now_s = self.clock()
         if now_s - waiting.last_poll_s < POLL_PERIOD_S:
             return False
@@ -175,7 +178,7 @@ class KvTransferScheduler:
         self._keeper.discard(entry)
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
-        """Queue the load after vLLM has allocated `block_ids` for the request. With 0 external tokens, drop it."""
+        """Queue the request's load after vLLM has allocated `block_ids`. If `external_tokens` is 0, drop the load."""
         waiting = self._waiting.get(request_id)
         if waiting is None:
             return
@@ -203,8 +206,8 @@ class KvTransferScheduler:
         aborted: bool,
         portable: bool,
     ) -> bool:
-        """Handle the end of a request; return True if its blocks are being saved and must be kept until the workers
-        report the end of the save.
+        """Handle the end of a request. Return whether its blocks are being saved; if so, they must be kept until the
+        workers report the end of the save.
 
         The KV of `computed` tokens is in `block_ids`, or will be after the running steps. Steps may run ahead of the
         known tokens; the KV of unknown tokens is left out. `portable` is False for KV that depends on more than weights
@@ -230,7 +233,7 @@ class KvTransferScheduler:
 
     def caches_cleared(self) -> None:
         """Handle a reset of the engine's caches, as for new weights. The KV of running requests then does not belong to
-        one known version, so an empty entry is saved if they move."""
+        one known version, so an empty entry is saved for such a request when it moves."""
         self._stale.update(self._wishes)
 
     @property
@@ -239,14 +242,15 @@ class KvTransferScheduler:
         return bool(self._waiting)
 
     def jobs(self) -> tuple[list[SaveJob], list[LoadJob]]:
-        """Return the jobs for the workers' next step and clear them."""
+        """Return the save and load jobs for the workers' next step, and clear the queues."""
         saves, loads = self._saves, self._loads
         self._saves, self._loads = [], []
         return saves, loads
 
 
 def _continued(found: kv_entries.KvEntryContents, token_ids: Sequence[int]) -> int:
-    """Return for how many of these tokens the entry has KV. Raises UnusableEntry if the sequences diverge."""
+    """Return the number of these tokens whose KV can be taken from the entry, at most all but the last. Raises
+    UnusableEntry if the token sequences diverge."""
     common = min(len(found.token_ids), len(token_ids))
     if found.token_ids[:common] != array("I", islice(token_ids, common)):
         raise kv_entries.UnusableEntry("it belongs to other tokens")

@@ -1,12 +1,13 @@
 """Record the start and end of each torch.distributed collective, and marks of the trainer, in shared memory.
 
-Enable it with one line in the program,
+Enable recording with one line in the program,
 
     import recorder; recorder.start()
 
-or without a change: put this folder's `startup` on PYTHONPATH and set ORCHESTRRL_RECORDER to 1 or to the directory of
-the rings. Recording may be enabled before or after torch is imported; it does not import torch. The ring is created at
-the first collective or mark. Each problem with recording is logged once, and the program continues without recording.
+or without a change to the program: put this folder's `startup` on PYTHONPATH and set ORCHESTRRL_RECORDER to 1 or to the
+directory of the rings. Recording may be enabled before or after torch is imported; it does not import torch. The ring
+is created at the first collective or mark. Each problem with recording is logged once, and the program continues
+without recording.
 """
 
 import contextlib
@@ -64,7 +65,7 @@ class Recorder:
             self.warn_once(f"recording is incomplete: {fault!r}")
 
     def forked(self) -> None:
-        """Reset the recorder in a forked child: leave the parent's ring alone, and create a new one when needed."""
+        """Reset the recorder in a forked child: stop using the parent's ring, and create a new ring when needed."""
         if self._writer is not None:
             self._writer.abandon()
         self._writer = None
@@ -88,7 +89,7 @@ class Recorder:
         return None if self._writer is None else self._writer.path
 
     def warn_once(self, message: str) -> None:
-        """Log a warning only once per message."""
+        """Log a warning, unless the same message has been logged before."""
         if message not in self._warned:
             self._warned.add(message)
             logger.warning(message)
@@ -100,11 +101,12 @@ _process.__dict__.setdefault("recorder", None)
 
 
 def start(directory: str | os.PathLike[str] | None = None, *, job: str | None = None) -> None:
-    """Start recording. Has no effect if it is already on.
+    """Start recording. Has no effect if recording is already on.
 
-    `directory` is that of the rings; the default is ORCHESTRRL_RECORDER, else `rings.DEFAULT_DIRECTORY`. `job` is a
-    name for the reader; the default is ORCHESTRRL_RECORDER_JOB. DistributedDataParallel reduces gradients outside of
-    Python, so at its first forward it gets a communication hook with the same result, unless it has one.
+    `directory` is the directory of the rings; the default is ORCHESTRRL_RECORDER, else `rings.DEFAULT_DIRECTORY`. `job`
+    is a name for the reader; the default is ORCHESTRRL_RECORDER_JOB. DistributedDataParallel reduces gradients outside
+    of Python, so at its first forward pass it gets a communication hook with the same result, unless it already has a
+    hook.
     """
     if _process.recorder is not None:
         return
@@ -115,14 +117,14 @@ def start(directory: str | os.PathLike[str] | None = None, *, job: str | None = 
 
 
 def stop() -> None:
-    """Stop recording and restore torch. Recorded events stay for their reader."""
+    """Stop recording and restore torch. Recorded events stay in the ring for its reader."""
     stopped, _process.recorder = _process.recorder, None
     if stopped is not None:
         stopped.stop()
 
 
 def current() -> Recorder | None:
-    """Return the recorder of this process, or None."""
+    """Return the recorder of this process, or None if recording is off."""
     found: Recorder | None = _process.recorder
     return found
 
@@ -152,7 +154,7 @@ def iteration(number: int) -> None:
 
 
 def announce(period: str, body: str | dict[str, Any]) -> None:
-    """Announce the next communication period to the daemon. `body` is JSON. Raises ValueError above 3.5 KiB."""
+    """Announce the next communication period to the daemon. `body` is JSON. Raises ValueError if it exceeds 3.5 KiB."""
     text = json.dumps({"period": period, "body": json.loads(body) if isinstance(body, str) else body})
     payload = text.encode()
     if len(payload) > rings.PAYLOAD_BYTES:
@@ -167,7 +169,7 @@ def _writing() -> rings.RingWriter | None:
 
 
 class _Awaiting(importlib.abc.MetaPathFinder):
-    """An import hook that calls a function after a module is imported, or at once if it already is."""
+    """An import hook that calls a function after a module is imported, or at once if the module is already imported."""
 
     def __init__(self, name: str, call: Callable[[], None]) -> None:
         self._name, self._call = name, call

@@ -2,8 +2,8 @@
 
 There is one file per process, `<host>-<pid>-<start>-<random>.ring`, in a directory that all processes of a host share
 with the agent. The writer never waits for a reader and makes no system call except to ring the doorbell, which a reader
-arms. Standard library only. Times are `time.monotonic_ns`, one clock for all processes of a host; numbers are native
-64-bit integers.
+arms. This module uses only the standard library. Times are `time.monotonic_ns`, one clock for all processes of a host;
+numbers are native 64-bit integers.
 
     page 0      header words (the constants below), then the name of the job
     slots       `capacity` slots of 8 words; the newest overwrite the oldest: sequence s is in slot s mod capacity
@@ -13,18 +13,20 @@ arms. Standard library only. Times are `time.monotonic_ns`, one clock for all pr
 
 Torn reads. `struct.pack_into` first fills with zeros, in unspecified order, then stores word after word. Therefore:
 - The state in the header (numbers in flight and queued, next sequence) is enclosed by two equal numbers and has no word
-  that can be 0: counts are stored plus one. A reader reads the last number, the words, then the first number; equal
-  numbers and no 0 form a consistent state. If it finds none, it reports that something is in flight.
+  that can be 0: counts are stored plus one. A reader reads the last number, the words, then the first number. The state
+  is consistent if the numbers are equal and no word is 0. If the reader finds no consistent state, it reports that an
+  event is in flight.
 - A slot is overwritten before the header is updated. After reading a slot, the reader checks the header: the slot is
-  valid if it was neither the next one nor that of one of the next few threads. So slightly fewer than `capacity` slots
+  valid if it is not among the next few slots, which threads may be overwriting. So slightly fewer than `capacity` slots
   are readable.
 x86 guarantees that stores become visible in order; on other processors a read may fail, very rarely.
 
 Threads and signals. A collective takes no lock. CPython releases the GIL and runs signal handlers only where a function
 is entered, a loop repeats or a call returns; garbage collection, which may run any code, needs the creation of a
-container object. Therefore `begin`, `end` and the code they share count, and store the counts by one call into C, with
-none of these in between: no other thread sees an intermediate state. Code that runs between two such steps stores later
-numbers, which the next step reads again. Without a GIL, a lock encloses them.
+container object. Therefore `begin`, `end` and the code that they share update the counts and store them by one call
+into C, with none of these operations in between, so that no other thread sees an intermediate state. Code that runs
+between two such updates stores later counts, which the next update reads again. Without a GIL, a lock encloses each
+update.
 """
 
 import contextlib
@@ -88,7 +90,8 @@ _STATE_TRIES = 100  # a writer may be killed or preempted in the middle of a sto
 
 @dataclass(frozen=True, slots=True)
 class RingEvent:
-    """A collective or a mark of the trainer. `end_ns` is None while it runs, and `start_ns` for a momentary mark."""
+    """A collective or a mark of the trainer. `end_ns` is None while the event runs, and equals `start_ns` for a
+    momentary mark."""
 
     sequence: int
     kind: int  # COLLECTIVE or MARK
@@ -200,8 +203,8 @@ class RingWriter:
         return code
 
     def begin(self, op: int, group: int = 0, n_bytes: int = 0, flags: int = 0, value: int = UNKNOWN) -> int:
-        """Record the start of a collective; return its sequence, for `end`. Inlined like `end`, because these two calls
-        are the cost of tracing."""
+        """Record the start of a collective; return its sequence number, for `end`. Both methods are written without
+        helper functions, because they determine the cost of tracing."""
         now_ns = self._clock_ns()
         sequence = self._head
         self._head = number = sequence + 1
@@ -226,7 +229,8 @@ class RingWriter:
             self._ring()
 
     def issue(self, op: int, group: int = 0, n_bytes: int = 0, flags: int = 0, value: int = UNKNOWN) -> int:
-        """Record a collective queued on a device; return its sequence. `started` and `end` record when it runs."""
+        """Record a collective queued on a device; return its sequence number. `started` and `end` record when it
+        runs."""
         sequence = self._write(COLLECTIVE, flags, op, group, n_bytes, self._clock_ns(), 0, value)
         self._count(0, 1)
         # From now on it may start at any moment, and the start is detected only later.
@@ -243,7 +247,7 @@ class RingWriter:
             self._ring()
 
     def mark(self, name: str) -> int:
-        """Record the start of a mark that lasts until `end_mark`; return its sequence."""
+        """Record the start of a mark that lasts until `end_mark`; return its sequence number."""
         return self._write(MARK, 0, self.op(name), 0, 0, self._clock_ns(), 0, UNKNOWN)
 
     def end_mark(self, sequence: int) -> None:
@@ -256,7 +260,8 @@ class RingWriter:
         self._write(MARK, 0, self.op(name), 0, 0, now_ns, now_ns, value)
 
     def announce(self, name: str, payload: bytes) -> None:
-        """Record a mark with a payload and ring the doorbell. Raises ValueError for more than PAYLOAD_BYTES."""
+        """Record a mark with a payload and ring the doorbell. Raises ValueError if the payload exceeds
+        `PAYLOAD_BYTES`."""
         if len(payload) > PAYLOAD_BYTES:
             raise ValueError(f"payload: must have at most {PAYLOAD_BYTES} bytes, got {len(payload)}")
         op = self.op(name)
@@ -277,7 +282,7 @@ class RingWriter:
         self._words[_RANK] = rank
 
     def close(self) -> None:
-        """Mark the ring as closed and stop writing. The file stays for its reader, which removes it."""
+        """Mark the ring as closed and stop writing. The ring's reader removes the file."""
         with self._lock:
             self._words[_CLOSED] = 1
             self._leave()
@@ -288,7 +293,7 @@ class RingWriter:
         self._leave()
 
     def _leave(self) -> None:
-        """Redirect later writes to private memory: a collective may end after the recorder."""
+        """Redirect later writes to private memory, because a collective may end after recording has stopped."""
         if self._file < 0:
             return
         map_, words = self._map, self._words
@@ -312,7 +317,7 @@ class RingWriter:
         return sequence
 
     def _count(self, more_in_flight: int, more_queued: int) -> int:
-        """Update and store the state; return the number in flight."""
+        """Update and store the state; return the number of collectives in flight."""
         self._in_flight = in_flight = self._in_flight + more_in_flight
         self._queued = queued = self._queued + more_queued
         self._state = state = self._state + 1
@@ -337,7 +342,8 @@ class RingWriter:
 
 
 class RingReader:
-    """The reader of one ring, in the agent. Raises OSError if the file is missing, ValueError if it is no ring."""
+    """The reader of one ring, in the agent. Raises OSError if the file is missing, and ValueError if it is not a
+    ring."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -367,8 +373,8 @@ class RingReader:
         return RingHeader(self._job, self._words[_RANK], self._words[_CREATED])
 
     def events(self) -> tuple[list[RingEvent], int]:
-        """Return the events since the last call, by sequence, and the number of events overwritten before they were
-        read.
+        """Return the events since the last call, sorted by sequence number, and the number of events that were
+        overwritten before they were read.
 
         A running event is returned when it is first seen and again when it has ended.
         """
@@ -407,7 +413,7 @@ class RingReader:
         return self._words[_STATE_DONE]
 
     def arm(self, armed: bool) -> None:
-        """Set whether the process rings the doorbell when its communication stops or starts, too."""
+        """Set whether the process also rings the doorbell when its communication stops or starts."""
         self._words[_ARMED] = int(armed)
 
     @property
@@ -437,7 +443,8 @@ class RingReader:
         self.close()
 
     def _state(self) -> tuple[int, int, int]:
-        """Return (in flight, queued, head) of a consistent state. Without one, report something in flight."""
+        """Return (in flight, queued, head) of a consistent state. If no consistent state can be read, return at least
+        one collective in flight."""
         words = self._words
         for _ in range(_STATE_TRIES):
             done = words[_STATE_DONE]
@@ -477,8 +484,8 @@ class RingReader:
 
 
 class RingDoorbell:
-    """The datagram socket through which the armed processes of a directory wake their reader. There is one per
-    directory: a new one replaces the previous one. Raises OSError."""
+    """The datagram socket through which the armed processes of a directory wake their reader. A new doorbell replaces
+    the previous doorbell of the directory. Raises OSError if the socket cannot be created."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -490,11 +497,12 @@ class RingDoorbell:
         made.rename(directory / DOORBELL)
 
     def fileno(self) -> int:
-        """Return the descriptor on which to wait."""
+        """Return the file descriptor on which a reader can wait for signals."""
         return self._socket.fileno()
 
     def rung(self) -> bool:
-        """Receive one signal; return False if there is none. Never waits. The ring may have changed since."""
+        """Receive one signal without waiting; return whether there was a signal. The state of the ring may have changed
+        after the signal."""
         try:
             self._socket.recv(1)
         except BlockingIOError:
@@ -556,8 +564,8 @@ def _pid_namespace() -> int:
 
 
 def _allocate(path: Path, n_bytes: int) -> int:
-    """Create a locked file and allocate all of its memory, so that no later store kills the process. The lock lasts as
-    long as the process."""
+    """Create a locked file, allocate all of its memory, so that no later store kills the process, and return its
+    descriptor. The lock lasts as long as the process."""
     opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         os.posix_fallocate(opened, 0, n_bytes)

@@ -4,9 +4,9 @@ vLLM adds this class to its workers, with this folder on PYTHONPATH:
 
     --worker-extension-cls vllm_recorder.RecorderExtension
 
-Recording begins at the start if ORCHESTRRL_RECORDER is set, else with `start_recorder` through `/collective_rpc`. It
-hooks the methods of vLLM's groups, because their CPU and GPU communication mostly bypasses torch.distributed.
-Collectives inside a captured CUDA graph are not recorded.
+Recording begins when the worker starts if ORCHESTRRL_RECORDER is set, else with a call of `start_recorder` through
+`/collective_rpc`. It hooks the methods of vLLM's groups, because their CPU and GPU communication mostly bypasses
+torch.distributed. Collectives inside a captured CUDA graph are not recorded.
 """
 
 import os
@@ -34,7 +34,7 @@ GROUP_METHODS = {
 
 
 def record() -> None:
-    """Start recording in this worker. Has no effect if it is already on."""
+    """Start recording in this worker. Has no effect if recording is already on."""
     from vllm.distributed.parallel_state import GroupCoordinator
 
     recorder.start()

@@ -6,8 +6,8 @@ vLLM finds it as a plugin (orchestrrl_vllm.dist-info) with this folder on PYTHON
 
 `/start_weight_update`, `/update_weights` with `{"folder": ..., "version": ...}` and `/finish_weight_update` then load a
 checkpoint of this machine: its tensors are memory-mapped, and each worker reads only its part. `/collective_rpc` with
-`orchestrrl_weights` returns the outcome of each worker. A worker does not raise, because vLLM's multi-worker executor
-would then take leftover answers for those of the next call.
+`orchestrrl_weights` returns the outcome of each worker. With several workers, a failed load does not raise an
+exception, because vLLM's executor would then take remaining answers of this call for answers of the next call.
 """
 
 import logging
@@ -66,7 +66,7 @@ class FolderUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 @dataclass(frozen=True)
 class LoadedReport:
     """The report of a worker. `sum` is the checksum of the checkpoint's whole tensors, even if the worker has only a
-    part of each."""
+    part of each tensor."""
 
     version: int | None = None  # None: the weights from the start, or unknown
     sum: str = ""
@@ -119,8 +119,8 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
                 raise
 
     def receive_weights(self, update_info: FolderUpdate) -> None:
-        """Load and verify a version. Raises BrokenCheckpoint if nothing has changed, and vLLM's own errors if the model
-        may have parts of two versions."""
+        """Load and verify a version. Raises BrokenCheckpoint if the checkpoint is unusable and the model is unchanged,
+        and vLLM's own errors if the load fails and the model may have parts of two versions."""
         stored = files.read_checkpoint(Path(update_info.folder))
         if self._wanted is not None:
             files.check_same_model(files.shapes_of(stored), self._wanted)
@@ -140,7 +140,8 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
         )
 
     def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load tensors through vLLM's layerwise reload, because only vLLM's loaders handle the layers' own formats."""
+        """Load tensors through vLLM's layerwise reload, because only vLLM's loaders support the formats of all layers.
+        Raises ValueError if the checkpoint lacks weights of an unquantized model."""
         wanted = {name for name, _ in self.model.named_parameters()}
         self._let_go()
         initialize_layerwise_reload(self.model)
@@ -156,8 +157,8 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
             raise
 
     def _incomplete(self) -> list[str]:
-        """Return the linear layers with missing weights; several tensors of a checkpoint form one layer. Other layers
-        are skipped, because padded ones such as embeddings never count as complete."""
+        """Return the names of linear layers with missing weights, since several tensors of a checkpoint form one layer.
+        Other layers are skipped, because vLLM never reports padded layers, such as embeddings, as complete."""
         waiting = [
             (name, get_layerwise_info(layer))
             for name, layer in self.model.named_modules()
@@ -166,8 +167,8 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
         return [name for name, info in waiting if info.can_load() and 0 < info.load_numel < info.load_numel_total]
 
     def _let_go(self) -> None:
-        """End an interrupted reload: layers that wait for further weights get their old weights back. Otherwise they
-        would take weights of the next reload."""
+        """End an interrupted reload: layers that wait for further weights get their old weights back. Otherwise these
+        layers would take weights of the next reload."""
         waiting = [info for info in map(get_layerwise_info, self.model.modules()) if info.can_load()]
         for info in waiting:
             info.load_numel, info.loaded_weights = 0, []
@@ -175,8 +176,8 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
             finalize_layerwise_reload(self.model, self.model_config)
 
     def _compare(self, tensors: Mapping[str, torch.Tensor]) -> str:
-        """Compare the model's weights with these tensors; return why they could not be verified, or an empty string.
-        Packed weights cannot be compared: those of vLLM's CPU build, and some quantized ones."""
+        """Compare the model's weights with these tensors; return the reason if they could not be verified, else an
+        empty string. Packed weights, as in vLLM's CPU build and some quantized models, cannot be compared."""
         comparing = TensorComparison()
         try:
             with comparing:

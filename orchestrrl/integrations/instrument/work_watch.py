@@ -22,13 +22,13 @@ ANCHOR_PERIOD_S = 10.0  # interval of comparisons between the device's clock and
 
 
 class WorkWatch:
-    """Records the ends of collectives on the CPU: when their owner has waited for them, or when a polling thread
-    detects the end.
+    """Records the end of each collective on the CPU when the program has waited for the collective, or when a polling
+    thread detects its end.
 
     A callback on the Work's future would be exact, but the backend's thread would take the GIL from the program, which
-    costs several times the rest of the recording. So each Work is kept until its owner has waited for it, and a thread,
-    started with the first Work, polls the others. Until then a collective counts as in flight: its end may be recorded
-    late, by the thread's period plus the wait for the GIL, but never early.
+    costs several times the rest of the recording. So each Work is kept until the program has waited for it, and a
+    thread, started with the first Work, polls all kept Works. Until its end is recorded, a collective is reported as in
+    flight: the end may be recorded late, by the thread's period plus the wait for the GIL, but never early.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class WorkWatch:
             self._waited[key] = weakref.ref(work, partial(self._dropped, key)), writer, sequence
 
     def wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement of Work.wait."""
+        """Return the replacement of Work.wait, which calls `original` and records the end of the operation."""
         pending, waited = self._pending, self._waited
 
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ class WorkWatch:
         return wait
 
     def poll(self) -> int:
-        """Record the operations that have ended; return the number of the others."""
+        """Record the ends of operations that have ended; return the number of operations that are still pending."""
         pending = self._pending
         for key in list(pending):
             entry = pending.get(key)
@@ -178,14 +178,15 @@ class DeviceWatch:
         return work
 
     def follow(self, entries: list[Any], work: Any) -> None:
-        """Set the end of coalesced operations: they end when all of them have."""
+        """Set the end of coalesced operations. All of them end at the same time, when `work` is complete or, if it is
+        None, at this point of the current stream."""
         over = self._record().query if work is None else lambda: is_completed(work)
         with self._changed:
             for entry in entries:
                 entry.is_over = over
 
     def poll(self) -> bool:
-        """Record the operations that have started and ended; return whether any are pending."""
+        """Record the operations that have started or ended; return whether operations are still pending."""
         with self._changed:
             entries = list(self._pending)
         for entry in entries:
@@ -228,7 +229,8 @@ class DeviceWatch:
         return event
 
     def _begun_ns(self, entry: _Pending) -> int:
-        """Return the host time of an operation's start event, clamped between its issue and now."""
+        """Return the host time of an operation's start event in nanoseconds, clamped between the issue of the operation
+        and now."""
         now_ns = self._clock_ns()
         device = self._cuda.current_device()
         anchor = self._anchors.get(device)

@@ -1,9 +1,9 @@
 """Interfaces of a weight backend, which brings a version's bytes into engines.
 
 Backends are a plug point: one module per product, registered in the entry-point group `orchestrrl.weight_backends`.
-Every backend passes `orchestrrl/weights/backends/conformance.py`. The daemon runs the same steps for all of them:
+Every backend passes `orchestrrl/weights/backends/conformance.py`. The daemon runs the same steps for every backend:
 publish, prepare, fence, install, verify, commit, resume. For the tree backend the daemon plans the transfer and peers
-carry it. A `DirectBackend` sends bytes from the trainer's process directly into engines, while the trainer waits in
+carry it out. A `DirectBackend` sends bytes from the trainer's process directly into engines, while the trainer waits in
 `publish`. It has parts in three processes: in the daemon (`prepare`, `install`, `relayed`), at the peers of engines
 (`at_engine`), and in the trainer (`sender`).
 """
@@ -35,7 +35,7 @@ class TreeBackend:
 
 @dataclass(frozen=True, slots=True)
 class TrainerStep:
-    """A backend step that the trainer performs within `publish`. Numbers increase within a sync."""
+    """A backend step that the trainer performs within `publish`. The step numbers of a sync increase."""
 
     number: int
     step: str
@@ -49,7 +49,8 @@ _ASKED: TypeAdapter[TrainerStep] = TypeAdapter(TrainerStep)
 
 
 def trainer_step_from(text: str) -> TrainerStep | None:
-    """Parse a step from a report; None for an empty text. Raises Permanent for a step of a newer daemon."""
+    """Parse a step from a report; return None for an empty text. Raises Permanent if the step cannot be parsed, as from
+    a newer daemon."""
     try:
         return _ASKED.validate_json(text) if text else None
     except ValidationError as error:
@@ -69,21 +70,22 @@ class DirectSync(Protocol):
 
     @property
     def publications(self) -> Sequence[Publication]:
-        """Return the publications, one per rank, in order of ranks."""
+        """Return the publications, one per rank, sorted by rank."""
         ...
 
     async def at(self, engine: EngineId, act: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Call `at_engine` at the engine's peer; return its answer. Raises Permanent if the engine is unchanged, and
-        OutcomeUnknown if it may have changed."""
+        """Call `at_engine` at the engine's peer; return its answer. Raises Permanent if the call failed and the engine
+        is unchanged, and OutcomeUnknown if the engine may have changed."""
         ...
 
     async def request_trainer(self, step: str, body: Mapping[str, Any]) -> None:
         """Have the trainer perform a step; return when rank 0 has completed it. Raises OutcomeUnknown if a rank reports
-        a failure or the time is over."""
+        a failure or the step does not end within the time limit."""
         ...
 
 
-# Sends a call and its body from the trainer to `relayed` in the daemon. Blocks. Raises OrchestrRLError.
+# Sends a call and its body from the trainer to `relayed` in the daemon, and blocks until the answer arrives. Raises
+# OrchestrRLError if the call fails.
 ReportStep = Callable[[str, Mapping[str, Any]], Mapping[str, Any]]
 
 
@@ -97,11 +99,11 @@ class WeightSender(Protocol):
         ...
 
     def use(self, model: Any, options: "SenderOptions") -> None:
-        """Send this model for the next version. Raises the errors of the backend's `sender`."""
+        """Use this model's tensors for the next version. Raises the errors of the backend's `sender`."""
         ...
 
     def act(self, step: TrainerStep, report: ReportStep) -> None:
-        """Perform a step. May raise any exception."""
+        """Perform a step. Raises any exception if the step fails."""
         ...
 
     def close(self) -> None: ...
@@ -109,7 +111,7 @@ class WeightSender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SenderOptions:
-    """Options of a sender, as passed to WeightsClient.publish. `own` are the options of the publication."""
+    """Options of a sender, as passed to WeightsClient.publish. `own` has the publication's options for the backend."""
 
     rank: int
     world: int
@@ -128,12 +130,12 @@ class DirectBackend(Protocol):
     cannot be installed again without the trainer."""
 
     def faults(self, publication: Publication) -> list[str]:
-        """Return the faults of a publication, each as `path: fault`. Pure."""
+        """Return the faults of a publication, each as `path: fault`. Has no side effects."""
         ...
 
     async def prepare(self, sync: DirectSync) -> None:
-        """Do the work before the fence, which must not change what engines generate. Raises EnginesFailed for engines
-        that cannot take part, and another OrchestrRLError if no engine is the cause."""
+        """Prepare the installation before the fence, without effect on the tokens that engines generate. Raises
+        EnginesFailed if engines cannot take part, and another OrchestrRLError if it fails for another reason."""
         ...
 
     async def install(self, sync: DirectSync) -> Mapping[EngineId, OrchestrRLError | None]:
@@ -142,7 +144,8 @@ class DirectBackend(Protocol):
         ...
 
     async def relayed(self, sync: DirectSync, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Handle a call of the trainer during one of its steps; return the answer. Raises OrchestrRLError."""
+        """Handle a call of the trainer during one of its steps; return the answer. Raises OrchestrRLError if the call
+        is not allowed in this step or fails."""
         ...
 
     def forget(self) -> None:
@@ -150,8 +153,8 @@ class DirectBackend(Protocol):
         ...
 
     async def at_engine(self, engine: Engine, act: str, version: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Perform an act at an engine; runs in its peer. Raises the errors of engine clients: OutcomeUnknown if the
-        engine may have changed. An engine must report no version while it is being changed."""
+        """Perform an act at an engine; runs in the engine's peer. Raises the errors of engine clients, which are
+        OutcomeUnknown if the engine may have changed. An engine must report no version while it is being changed."""
         ...
 
     def sender(self, model: Any, options: SenderOptions) -> WeightSender:
@@ -161,7 +164,7 @@ class DirectBackend(Protocol):
 
 
 class EnginesFailed(Permanent):
-    """Raised for engines that cannot take part and are unchanged. An attempt without them may succeed."""
+    """Raised if engines cannot take part in a sync and are unchanged. An attempt without these engines may succeed."""
 
     def __init__(self, why: Mapping[EngineId, str]) -> None:
         super().__init__("; ".join(f"{engine}: {words}" for engine, words in sorted(why.items())))
@@ -169,8 +172,8 @@ class EnginesFailed(Permanent):
 
 
 class EngineOutcomes:
-    """The outcome of one installation for each engine. None means that it has the version, Permanent or Retryable that
-    it is unchanged, and OutcomeUnknown that it may have parts of both versions."""
+    """The outcome of one installation for each engine. None means that the engine has the version, Permanent or
+    Retryable that it is unchanged, and OutcomeUnknown that it may have parts of both versions."""
 
     def __init__(self, engines: Iterable[EngineId] = ()) -> None:
         self.by_engine: dict[EngineId, OrchestrRLError | None] = {
@@ -180,8 +183,9 @@ class EngineOutcomes:
     async def act(
         self, sync: DirectSync, act: str, bodies: Mapping[EngineId, Mapping[str, Any]], first: bool, last: bool
     ) -> None:
-        """Perform `act` at all of these engines concurrently. `first` is set if engines are unchanged before it, `last`
-        if an engine has the version after it. Raises the first engine's error after all have ended."""
+        """Perform `act` at the engines of `bodies` concurrently. `first` is set if the engines are unchanged before the
+        act, `last` if they have the version after it. If acts fail, raises the error of the first such engine after the
+        acts at all engines have ended."""
 
         async def one(engine: EngineId, body: Mapping[str, Any]) -> None:
             try:
@@ -214,8 +218,8 @@ BACKENDS = PlugPoint(
 
 
 def make_direct(name: str) -> DirectBackend:
-    """Create a direct backend by name. Raises Permanent for an unknown name (listing the known ones), for a missing
-    package, and for the tree, which is not a direct backend."""
+    """Create a direct backend by name. Raises Permanent if the name is unknown (listing the known names), if a package
+    is missing, or if the backend is not direct, like the tree."""
     backend = BACKENDS.load(name)()
     if not isinstance(backend, DirectBackend):
         raise Permanent(f"backend {name!r} is not a direct backend")

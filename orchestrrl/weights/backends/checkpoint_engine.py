@@ -2,7 +2,7 @@
 
 The ranks keep a version in pinned memory, broadcast it among themselves, and pass it to the workers on their GPUs by
 CUDA IPC. Ranks publish with `torch.distributed` initialized, one rank per GPU. `options["engines"]` lists the servers
-on the ranks' GPUs, in order of rank ("e0,e1"). Servers are started with
+on the ranks' GPUs, sorted by rank ("e0,e1"). Servers are started with
 `--worker-extension-cls checkpoint_engine.worker.VllmColocateWorkerExtension`. Each rank registers a share of the whole
 tensors before the fence. Behind the fence, `ParameterServer.update` of the ranks requests calls of each server's
 workers, which go through the daemon and the server's peer.
@@ -132,7 +132,7 @@ class CheckpointEngineBackend:
 
 
 class RankShares:
-    """The sender of one rank, which registers every `world`-th tensor, whole. `server` is a ParameterServer."""
+    """The sender of one rank. It registers every `world`-th tensor as a whole tensor. `server` is a ParameterServer."""
 
     def __init__(self, server: Any, model: Any, options: SenderOptions) -> None:
         self._server = server
@@ -165,7 +165,8 @@ class RankShares:
             raise Permanent(f"backend checkpoint_engine has no step {step.step!r} in the trainer")
 
     def close(self) -> None:
-        """Release the pinned memory of the registered version, which must be free before the next one is registered."""
+        """Release the pinned memory of the registered version, which must be free before the next version is
+        registered."""
         registered, self._registered = self._registered, None
         if registered is not None:
             self._server.unregister_checkpoint(registered)

@@ -1,4 +1,4 @@
-"""The conformance suite of weight backends: the guarantees of the version protocol, also after failures.
+"""The conformance suite of weight backends. It tests the guarantees of the version protocol, including after failures.
 
     class TestMine(BackendConformance):
         @pytest.fixture
@@ -32,11 +32,12 @@ class BackendWorld(Protocol):
 
     @property
     def keeps_versions(self) -> bool:
-        """Return whether all bytes, and the previous version, are on the engines' hosts before the fence."""
+        """Return whether all bytes of the new and of the previous version are on the engines' hosts before the
+        fence."""
         ...
 
     def holds(self, engine: EngineId) -> int | None:
-        """Return the version with which the engine would answer; None for a partial or unknown one."""
+        """Return the weight version with which the engine would answer; None if it is partial or unknown."""
         ...
 
     def gets_requests(self, engine: EngineId) -> bool: ...
@@ -100,7 +101,7 @@ class BackendConformance:
         await self._goes_on(world)
 
     async def test_the_first_version_fails_at_one_engine(self, world: BackendWorld) -> None:
-        """Without a previous version there is nothing to restore."""
+        """Check a failed installation while the fleet has no previous version that could be restored."""
         world.fail(BackendStep.INSTALL, world.engines[:1])
         report = await world.publish(1)
         _check_one_version(world, report, (None, 1))

@@ -1,10 +1,11 @@
 """The weight backend for vLLM's own weight transfer, from the trainer's process into the workers of vLLM servers.
 
 It supports `nccl` and any other backend registered in vLLM. The trainer and all servers form one process group. The
-trainer runs vLLM's trainer-side engine, whose calls of servers go through the daemon. The daemon forwards them to the
-servers' peers only during the step to which they belong. The workers of a server follow those of earlier servers in
-the group: `rank_offset` grows by their number. The group is joined before the fence, and again only when the trainer or
-the servers change. Workers block while they join, so the peer first checks that the trainer listens.
+trainer runs vLLM's trainer-side engine, whose calls to servers go through the daemon. The daemon forwards a call to the
+servers' peers only during the step to which it belongs. The ranks of one server's workers follow those of the previous
+server's workers: `rank_offset` is the number of workers before them. The group is joined before the fence, and again
+only when the trainer or the servers change. Workers block while they join, so the peer first checks that the trainer
+listens.
 
 Versions are not stored: an engine that fails or restarts waits for the next version. A worker whose update was
 interrupted may reject further updates until its server is restarted. Only a CPU backend has been run; `nccl` and the
@@ -117,7 +118,8 @@ class VllmTransferBackend:
             self._step = ""
 
     def _own(self, engine: EngineId, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the body for one server of a call to all, with its own rank offset and its workers' entries."""
+        """Return the body of a call to all servers as it is sent to one server: with the server's rank offset and the
+        entries of its workers."""
         names = list(self._workers)
         before = sum(self._workers[each] for each in names[: names.index(engine)])
         own = dict(body)
@@ -159,8 +161,8 @@ class VllmTransferBackend:
 
 
 async def _listens(init_info: Mapping[str, Any], within_s: float) -> None:
-    """Wait until the trainer listens. Raises Permanent if it does not within `within_s`: workers would block for
-    minutes and answer no calls meanwhile."""
+    """Wait until the trainer listens. Raises Permanent if it does not listen within `within_s`, because workers that
+    join would block for minutes and answer no calls."""
     host, port = init_info.get("master_address"), init_info.get("master_port")
     if host is None or port is None:  # the backend uses another rendezvous
         return
@@ -178,7 +180,7 @@ async def _listens(init_info: Mapping[str, Any], within_s: float) -> None:
 
 
 class VllmSender:
-    """The sender of one rank of the trainer: vLLM's trainer-side engine, whose calls of servers the daemon forwards.
+    """The sender of one rank of the trainer: vLLM's trainer-side engine, whose calls to servers the daemon forwards.
     Rank 0 sends; the other ranks take part in gathering. It needs vLLM 0.32 or later in the trainer's environment."""
 
     def __init__(self, model: Any, options: SenderOptions, trainer_init: Mapping[str, Any]) -> None:
@@ -197,7 +199,7 @@ class VllmSender:
         self._init_class()
 
     def use(self, model: Any, options: SenderOptions) -> None:
-        """Send the tensors of this model from now on; the joined group is kept."""
+        """Send the tensors of this model from now on; the group stays joined."""
         self._options = options
         self._tensors, self._metas = named_tensors(model, options.dtype, options.rename, options.ignore)
 
@@ -240,7 +242,7 @@ class VllmSender:
         self._call("finish_weight_update", {})
 
     def shutdown_weight_transfer_engine(self) -> None:
-        """Do nothing: servers leave the group when they join another one."""
+        """Do nothing, because servers leave a group when they join another group."""
 
     def _call(self, call: str, body: Mapping[str, Any]) -> None:
         assert self._report_step is not None
@@ -291,7 +293,8 @@ class VllmSender:
 
 
 def _free_port() -> int:
-    """Return a free TCP port. It is not reserved: if another process takes it, joining fails and is repeated."""
+    """Return a free TCP port. It is not reserved: if another process takes the port, joining the group fails and is
+    repeated."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

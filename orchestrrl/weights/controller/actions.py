@@ -34,7 +34,7 @@ OnPhase = Callable[[SyncPhase], None]
 
 
 class ClosedLease(Protocol):
-    """The lease that keeps the fleet paused. Its `str` names the holder."""
+    """The lease that keeps the fleet paused. `str()` of it names the holder."""
 
     @property
     def id(self) -> str: ...
@@ -58,7 +58,7 @@ class FleetVersions(Protocol):
 
 
 class FleetFence(Protocol):
-    """The interface through which a weight sync uses the pause barrier: no request runs between `pause` and `resume`.
+    """The interface through which a weight sync uses the pause barrier. No request runs between `pause` and `resume`.
     Methods raise the errors of fleet/pause_barrier.py."""
 
     @property
@@ -85,8 +85,8 @@ class FleetFence(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BroughtUp:
-    """The network after circuits were brought up. `notes` list the deviations of circuits from the plan and their
-    causes; without notes the plan is valid."""
+    """The network after circuits were brought up. `notes` lists the deviations of circuits from the plan, with causes;
+    if it is empty, the plan is valid."""
 
     network: SyncNetwork
     notes: tuple[str, ...] = ()
@@ -102,7 +102,8 @@ class SyncCircuits(Protocol):
     async def bring_up(
         self, sync_id: str, planned: PlannedSync, on_phase: OnPhase, *, still: bool = False
     ) -> BroughtUp:
-        """Bring up the circuits of a plan; return the network. With `still`, the trainer sends no traffic meanwhile."""
+        """Bring up the circuits of a plan; return the resulting network. `still` is set if the trainer sends no traffic
+        in the meantime."""
         ...
 
     async def tear_down(self, sync_id: str) -> tuple[str, ...]:
@@ -112,7 +113,8 @@ class SyncCircuits(Protocol):
 
 class SyncFailed(OrchestrRLError):
     """Raised when an attempt to sync a version fails. `without` are the engines that the next attempt leaves out, with
-    reasons if any. `again` is set if another attempt may succeed, `unchanged` if the order had no effect."""
+    reasons if available. `again` is set if another attempt may succeed, `unchanged` if the failed order had no
+    effect."""
 
     def __init__(
         self, code: str, detail: str, without: Collection[EngineId] = (), *, again: bool = True, unchanged: bool = False
@@ -128,7 +130,8 @@ class SyncFailed(OrchestrRLError):
 
 
 async def each_done(work: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Await all of `work`; return the results in order. If one fails, cancel the others and raise its error."""
+    """Await all awaitables in `work`; return the results in the same order. If one fails, cancel the others and raise
+    its error."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return await asyncio.gather(*tasks)
@@ -159,8 +162,8 @@ class SyncActions:
         return self.serving.engines()
 
     def awaited(self) -> list[EngineId]:
-        """Return the engines that are expected back soon: their peer has just detached, or the daemon has just
-        restarted and they had the fleet's version (without a fleet version: all known engines)."""
+        """Return the engines that are expected to attach again soon: engines whose peer has just detached and, if the
+        daemon has just restarted, engines that had the fleet's version (all known engines if there was no version)."""
         now_s, patience_s, known = self.clock.now_s(), self.settings.patience_s, self.engines()
         attached = {each.engine for peer in self.hub.attached().values() for each in peer.engines}
         gone = [
@@ -179,7 +182,7 @@ class SyncActions:
 
     def installed(self, engine: EngineId) -> int | None:
         """Return the version that an engine's attached peer reports, or None if unknown. A report from before a restart
-        of the engine does not count, unless the pause barrier has received its version since."""
+        of the engine is ignored, unless the pause barrier has received the engine's version after the restart."""
         if engine in self.stale and engine in self.fence.state.versions:
             self.stale.dispel(engine, self.stale.of(engine))
         if engine in self.stale:
@@ -188,8 +191,8 @@ class SyncActions:
         return next((each.installed for each in peer.engines if each.engine == engine), None) if peer else None
 
     def lacking(self, version: int, engines: Iterable[EngineId]) -> list[EngineId]:
-        """Return the engines that do not have the version, by their last valid report. An engine without an attached
-        peer is returned only if it has been restarted."""
+        """Return the engines whose last valid report does not show the version. An engine without an attached peer is
+        returned only if it has been restarted."""
         return [
             engine
             for engine in engines
@@ -197,7 +200,7 @@ class SyncActions:
         ]
 
     def gone(self, engine: EngineId) -> bool:
-        """Return whether a formerly known engine was stopped or removed by order, which is not a failure."""
+        """Return whether a formerly known engine was stopped or removed on purpose, which is not a failure."""
         return engine not in self.engines() and engine in self.serving.seen
 
     # --- the pause barrier
@@ -207,7 +210,7 @@ class SyncActions:
         return self.fence.state.lease is not None
 
     def own_lease(self, sync_id: str) -> str:
-        """Return the id of the pause barrier's lease if this sync holds it, else an empty string."""
+        """Return the id of the pause barrier's lease if the sync holds the lease, else an empty string."""
         lease = self.fence.state.lease
         return lease.id if lease is not None and lease.holder == HOLDER + sync_id else ""
 
@@ -218,8 +221,8 @@ class SyncActions:
 
     def notice_others(self) -> bool:
         """Return whether the pause barrier has received another version since the last commit, and if so, record that
-        the committed version is no longer the fleet's. A barrier without a version, or with the one from before the
-        commit until it first receives the committed one, does not count."""
+        the committed version is no longer the fleet's. Return False if the barrier has no version, or if it still has
+        the version from before the commit because it has not received the committed version yet."""
         committed, newest = self.book.fleet.committed, self.fence.state.newest
         if committed is None or newest is None:
             return False
@@ -237,8 +240,8 @@ class SyncActions:
     async def done(
         self, peer: PeerId, order: Order, within_s: float, code: str, engine: EngineId | None = None
     ) -> PeerResult:
-        """Send an order and return its result. Raises SyncFailed if it is not done, which leaves out `engine`, or
-        without one all engines that need the peer's bytes."""
+        """Send an order and return its result. Raises SyncFailed if the order is not done. The next attempt then leaves
+        out `engine` or, if it is None, all engines that need the peer's bytes."""
         try:
             result = await self.hub.send_order(peer, order, within_s, self.settings.patience_s)
         except OrchestrRLError as error:
@@ -252,7 +255,8 @@ class SyncActions:
         raise SyncFailed(code, f"{engine}: {words}", [engine], unchanged=result.outcome is OrderOutcome.FAILED)
 
     async def send_order(self, engine: EngineId, order: Order, within_s: float, code: str) -> PeerResult:
-        """Send an order to the peer of an engine. Raises SyncFailed, which leaves out only this engine."""
+        """Send an order to the peer of an engine and return its result. Raises SyncFailed if the order is not done. The
+        next attempt then leaves out only this engine."""
         peer = self.hub.peer_of(engine)
         if peer is None:
             raise SyncFailed("peer_lost", f"{engine}: {self.serving.why_not(engine)}", [engine])
@@ -270,8 +274,8 @@ class SyncActions:
         return result
 
     async def refresh(self, engines: Iterable[EngineId]) -> None:
-        """Query the versions that engines have now, because a restart may have been missed. The version of an engine
-        that does not answer is unknown; if its peer does not answer, the last report stays valid."""
+        """Query the current versions of engines, because a restart may have been missed. If an engine does not answer,
+        its version is marked as unknown; if its peer does not answer, the last report stays valid."""
 
         async def one(engine: EngineId) -> None:
             peer, doubt = self.hub.peer_of(engine), self.stale.of(engine)
@@ -291,7 +295,7 @@ class SyncActions:
         await each_done(one(engine) for engine in sorted(engines))
 
     async def reinstall_restarted(self, engines: Iterable[EngineId]) -> None:
-        """Install the fleet's version into engines that were restarted and have lost it, if peers keep it."""
+        """Install the fleet's version into engines that were restarted and have lost it, if peers store the version."""
         committed = self.book.fleet.committed
         if committed is not None and committed.is_kept:
             doubted = [engine for engine in engines if engine in self.stale and engine in self.engines()]
@@ -328,7 +332,7 @@ class SyncActions:
         return failed
 
     async def wait_until(self, done: Callable[[], bool], within_s: float) -> bool:
-        """Wait until `done` returns true; return False if it does not within `within_s`."""
+        """Wait until `done()` is true; return whether that happened within `within_s`."""
         until_s = self.clock.now_s() + within_s
         while not done():
             if self.clock.now_s() >= until_s:

@@ -1,8 +1,8 @@
-"""Advise on a slow weight sync: one sentence for each phase that takes significant time. Pure.
+"""Advise on a slow weight sync, with one sentence for each phase that takes significant time. Has no side effects.
 
 The transfer is rarely the bottleneck: in one analysed sync, 227 of 231 s were an unnecessary offload. So other phases
-come first, if they take longer than the transfer or a large share of the total. Then comes a transfer that is slower
-than planned, with the edge or peer that causes it.
+are listed first, if they take longer than the transfer or a large share of the total. A transfer that is slower than
+planned follows, with the edge or peer that causes the delay.
 """
 
 from collections import Counter
@@ -35,7 +35,8 @@ class Advice:
 
 
 def advice(profile: SyncProfile) -> tuple[Advice, ...]:
-    """Return advice on a sync, on the phases with the largest times first; empty if no phase takes too long."""
+    """Return advice on phases, longest time first, then on gaps between phases and on the transfer. The result is empty
+    if nothing takes too long."""
     return (*_of_phases(profile), *_of_gaps(profile), *_of_transfer(profile))
 
 
@@ -131,8 +132,8 @@ SENTENCES: Mapping[SyncPhase, str | Callable[[SyncProfile], str]] = {
 
 
 def slow_engine(profile: SyncProfile) -> EngineStatus | None:
-    """Return the engine whose installation takes SLOW_ENGINE times as long as that of every other, or None. At least
-    three engines must have installed."""
+    """Return the engine whose installation took at least SLOW_ENGINE times as long as that of every other engine, or
+    None. At least three engines must have installed the version."""
     took = [engine for engine in profile.report.engines if engine.install_s > 0]
     if len(took) < 3:
         return None
@@ -156,8 +157,9 @@ def _of_transfer(profile: SyncProfile) -> tuple[Advice, ...]:
 
 
 def slow_by(report: SyncReport) -> tuple[str, str]:
-    """Return the cause of a slow transfer as (code, text): one edge, one peer, all edges, or no edge. A peer that
-    receives slowly cannot forward faster, so an edge is not the cause if its source receives over a slow edge."""
+    """Return the cause of a slow transfer as (code, text). The cause is one edge, one peer, all edges, or the time
+    between edges. A peer that receives slowly cannot forward faster, so an edge is not the cause if its source receives
+    over a slow edge."""
     slow = [
         edge
         for edge in report.slowest

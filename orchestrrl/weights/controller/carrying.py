@@ -1,7 +1,7 @@
 """Carry a version's bytes to all peers that need them: request circuits, plan, compute checksums, and order edges.
 
-A broken edge is replaced by other edges. The controller waits for a peer that detaches; its receivers get the bytes
-from another peer at once.
+A broken edge is replaced by other edges. If a peer detaches, the controller waits until the peer attaches again, but
+the peer's receivers get the bytes from another peer at once.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ READ_WITHIN_S = 600.0  # limit for one read of all bytes
 
 
 class TreeTransfer:
-    """Carries the bytes of one published version to peers, attempt by attempt. `still` is set if the trainer sends no
-    other traffic meanwhile, `is_up` if an earlier daemon may have brought up circuits."""
+    """Carries the bytes of one published version to peers, in one or more attempts. `still` is set if the trainer sends
+    no other traffic during the transfer, `is_up` if an earlier daemon may have brought up circuits."""
 
     def __init__(
         self, acts: SyncActions, record: SyncRecord, publications: Sequence[Publication], *, still: bool, is_up: bool
@@ -54,7 +54,8 @@ class TreeTransfer:
         self._tearing: asyncio.Task[None] | None = None
 
     async def prepare(self, receivers: Collection[PeerId]) -> VersionMap:
-        """Carry the version; return its map with all checksums once every receiver has all bytes. Raises SyncFailed."""
+        """Carry the version to all receivers; return its map with all checksums. Raises SyncFailed if a receiver cannot
+        get all bytes."""
         record, acts = self._record, self._acts
         record.state(SyncState.PLANNING)
         await self._trainers_there()
@@ -85,16 +86,17 @@ class TreeTransfer:
         return map
 
     async def _trainers_there(self) -> None:
-        """Wait for the peers on whose hosts ranks have staged. Raises SyncFailed if they do not attach in time."""
+        """Wait for the peers on whose hosts ranks have staged. Raises SyncFailed if they do not attach within
+        `patience_s`."""
         hub, peers = self._acts.hub, {each.peer for each in self._publications}
         if not await self._acts.wait_until(lambda: peers <= hub.attached().keys(), self._acts.settings.patience_s):
             away = sorted(peers - hub.attached().keys())
             raise SyncFailed("trainer_lost", f"peers of the trainer are not attached: {', '.join(away)}")
 
     async def _held(self, receivers: Collection[PeerId]) -> dict[PeerId, HeldVersion]:
-        """Return the bytes that receivers have from an earlier attempt, and other peers that have everything. Return {}
-        if a peer with staged parts is away, or if a receiver is new or its share has changed, because the shards were
-        not cut for it."""
+        """Return the bytes that receivers have from an earlier attempt, and those of other peers that have all of their
+        bytes. Return {} if a peer with staged parts is detached, or if a receiver is new or its share has changed,
+        because the shards were not cut for such a receiver."""
         there, before = self._acts.hub.attached(), self._carried
         if before is None or any(there[peer].share != before.shares.get(peer) for peer in there.keys() & receivers):
             return {}
@@ -149,7 +151,8 @@ class TreeTransfer:
         return brought
 
     async def _sums(self, planned: PlannedSync) -> VersionMap:
-        """Return the version's map with the checksums of all shards, which peers that store them compute once."""
+        """Return the version's map with the checksums of all shards. Each checksum is computed once, by a peer that
+        stores the shard."""
         if not planned.summed_by:
             return planned.map
         by_peer: dict[PeerId, list[str]] = {}
@@ -170,7 +173,8 @@ class TreeTransfer:
         return summed(planned.map, found)
 
     async def tear_down(self) -> None:
-        """Release requested circuits. The release outlives a cancelled call; the next call waits for it."""
+        """Release requested circuits. If this call is cancelled, the release continues, and the next call waits for
+        it."""
         if self._is_up:
             self._is_up = False
             self._tearing = asyncio.ensure_future(self._tear_down())
@@ -190,7 +194,7 @@ def summed(map: VersionMap, sums: Mapping[str, tuple[str, ...]]) -> VersionMap:
 
 
 class Carrying:
-    """The transfer of one plan's bytes. `run` returns when every receiver has all bytes and their checksums agree."""
+    """The transfer of one plan's bytes. `run` returns when every receiver has all bytes and all checksums match."""
 
     def __init__(self, acts: SyncActions, record: SyncRecord, planned: PlannedSync, network: SyncNetwork) -> None:
         """Create the transfer. The map of `planned` must have the checksums of all shards."""
@@ -231,7 +235,8 @@ class Carrying:
         self._woken.set()
 
     async def run(self) -> None:
-        """Carry all bytes and check them. Raises SyncFailed."""
+        """Carry all bytes and verify their checksums. Raises SyncFailed if a peer is lost, no bytes arrive for too
+        long, or bytes stay corrupt after `CHECKS` checks."""
         record = self._record
         try:
             record.begins(SyncPhase.PHASE_A if self.progress.is_in_phase_a() else SyncPhase.PHASE_B)
@@ -269,7 +274,7 @@ class Carrying:
             await until_set(self._acts.clock, self._woken, TURN_S)
 
     async def _check(self) -> bool:
-        """Return whether all received bytes match their checksums."""
+        """Return whether all received bytes match their checksums. Bytes that do not match are marked as missing."""
         receivers, order = self.progress.receivers, orders.CheckVersion(self._version)
         with self._record.phase(SyncPhase.CHECK):
             results: list[PeerResult]
@@ -320,8 +325,8 @@ class Carrying:
             self._give(edges)
 
     def _weight(self, peers: Mapping[PeerId, Peer], src: PeerId, dst: PeerId) -> float | None:
-        """Return the cost of a byte from `src` to `dst`; None without a common transport. It is high if bytes of `src`
-        were wrong or its edge broke, and lower inside a PoD than between PoDs."""
+        """Return the cost of a byte from `src` to `dst`, or None if they have no common transport. The cost is high if
+        `src` sent `dst` wrong bytes or their edge broke, and lower inside a PoD than between PoDs."""
         if common_transport(self._acts.settings, peers[src], peers[dst]) is None:
             return None
         weight = 100.0 if src in self.progress.blamed(dst) else 1.0
@@ -340,7 +345,7 @@ class Carrying:
         return edge_of(id, flow, peers[dst], way)
 
     def _give(self, edges: Sequence[CarryEdge]) -> None:
-        """Order each edge at its sender and its receiver."""
+        """Send the order for each edge to its sender and its receiver."""
         of: dict[PeerId, list[CarryEdge]] = {}
         for edge in edges:
             for end in (edge.src, edge.dst):

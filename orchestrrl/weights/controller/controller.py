@@ -1,9 +1,9 @@
 """Keep one weight version in the fleet: bring each version that a trainer publishes to every engine, or to none.
 
 The controller collects the publications of a trainer's ranks until a version is complete. It runs one sync at a time,
-replaces a version that has not begun to install by a newer one, and repairs engines in between. The steps of a sync are
-in run.py. Syncs that an earlier daemon left open are finished first. Syncs run in both modes of the daemon, because
-publishing is an explicit order; an operator can pause them.
+replaces a version that has not begun to install by a newer version, and repairs engines between syncs. The steps of a
+sync are in run.py. Syncs that an earlier daemon left open are finished first. Syncs run in both modes of the daemon,
+because publishing is an explicit request; an operator can pause syncs.
 """
 
 import asyncio
@@ -98,8 +98,8 @@ class WeightSync:
 
     def publish(self, publication: Publication) -> str:
         """Accept one rank's publication; return the sync's id. A repeated publication returns the same id. Raises
-        ProblemFaults for faults, Permanent if the version exists with other content, and Retryable while the rank's
-        peer is not attached."""
+        ProblemFaults if the publication has faults, Permanent if the version exists with other content, and Retryable
+        while the rank's peer is not attached."""
         version = publication.version
         backend = self._backend(publication)
         committed = self.book.fleet.committed
@@ -191,7 +191,7 @@ class WeightSync:
         self._news.set()
 
     def _expire_ranks(self) -> None:
-        """Abort a version if not all ranks have published it in time."""
+        """Abort a partly published version if its time limit for the remaining ranks has passed."""
         within_s = self._settings.publish_within_s
         if self._collecting is None or self._clock.now_s() < self._collecting[1].report.began_s + within_s:
             return
@@ -201,7 +201,7 @@ class WeightSync:
         self._drop(record, SyncState.ABORTED, "trainer_lost", why)
 
     def _drop(self, record: SyncRecord, state: SyncState, code: str, why: str) -> None:
-        """End a sync that has not begun to run."""
+        """End a sync that has not begun to run, with this state, code and reason."""
         if self._next is not None and self._next.sync_record is record:
             self._next = None
         if self._collecting is not None and self._collecting[1] is record:
@@ -212,8 +212,8 @@ class WeightSync:
     async def relayed(
         self, sync_id: str, rank: int, number: int, call: str, body: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        """Relay a call of a trainer's rank to the direct backend. Raises Permanent if the sync expects no call of the
-        trainer, and the backend's own errors."""
+        """Relay a call of a trainer's rank to the direct backend and return the answer. Raises Permanent if the sync
+        expects no call of the trainer, and the backend's own errors."""
         run = self._running
         if run is None or run.sync_record.id != sync_id or run.direct is None:
             raise Permanent(f"weight sync {sync_id} expects no call of a trainer")
@@ -232,8 +232,8 @@ class WeightSync:
         )
 
     def report(self, sync_id: str = "", version: int | None = None) -> SyncReport:
-        """Return the newest report with this id and version; without either, the running sync's, else the last one's.
-        Raises Permanent if there is none."""
+        """Return the newest report with this id and version. If both are omitted, return the report of the running
+        sync, or else of the last sync. Raises Permanent if there is no such report."""
         for report in self.history(0):
             if (not sync_id or report.id == sync_id) and (version is None or report.version == version):
                 return report
@@ -241,7 +241,8 @@ class WeightSync:
         raise Permanent(f"there is no weight sync{what}")
 
     def history(self, limit: int) -> list[SyncReport]:
-        """Return at most `limit` reports: the running sync's first, then newest first. 0 returns all stored reports."""
+        """Return at most `limit` reports: that of the running sync, then those of earlier syncs, newest first. A limit
+        of 0 returns all stored reports."""
         running = [self._running.sync_record.report] if self._running is not None else []
         waiting = [record.report for record in reversed(self.book.open.values())]
         reports = {report.id: report for report in (*running, *waiting, *reversed(self.book.over))}
@@ -257,8 +258,8 @@ class WeightSync:
             yield report
 
     def abort(self, sync_id: str, reason: str) -> SyncReport:
-        """Abort a sync, or the running one if the id is empty. The sync may end after this returns. Raises Permanent if
-        it is over or committed."""
+        """Abort a sync, or the running sync if the id is empty. The sync may end after this method has returned. Raises
+        Permanent if the sync is over or committed."""
         report = self.report(sync_id)
         outcome = (SyncState.ABORTED, "operator", reason or "aborted by an operator")
         record = self.book.open.get(report.id)
@@ -277,7 +278,7 @@ class WeightSync:
         return waiting if self._collecting is None else [*waiting, self._collecting[1]]
 
     def install_now(self, sync_id: str, reason: str) -> SyncReport:
-        """Install the prepared version now, before the next pause. Raises Permanent if none is prepared."""
+        """Install the prepared version now, before the next pause. Raises Permanent if no version is prepared."""
         run = self._running
         if run is None or (sync_id and run.sync_record.id != sync_id):
             raise Permanent(f"weight sync {sync_id or '(any)'} is not running: no version waits to be installed")
@@ -288,10 +289,10 @@ class WeightSync:
     # --- called by the pause barrier and the balancer
 
     async def before_resume(self, until_s: float, told: int | None = None) -> tuple[int | None, tuple[EngineId, ...]]:
-        """Return the version and the left-out engines with which another holder is to open its closed barrier. A
-        version that waits for a pause is installed first, if it can be by `until_s`. `told` is the version that the
-        holder reports for the engines. For a version of this controller it must match what was installed: raises
-        Permanent if that failed, Retryable if its sync is still running."""
+        """Return the version and the left-out engines with which another holder is to open the barrier that it has
+        closed. A version that waits for a pause is installed first, if this is possible by `until_s`. `told` is the
+        version that the holder reports for the engines. If it is a version of this controller, raises Permanent if that
+        version could not be installed, and Retryable if its sync is still running."""
         fence, run = self._acts.fence, self._running
         lease = fence.state.lease
         if lease is None or lease.holder.startswith(HOLDER):
@@ -336,7 +337,8 @@ class WeightSync:
 
     @property
     def left_for_moves(self) -> LeftForMoves:
-        """Return the bandwidth of engine hosts' NICs that the running sync leaves for KV transfers."""
+        """Return the bandwidth of the NICs of engine hosts that the running sync does not use and that KV transfers may
+        use."""
         carrying = self._carrying
         if carrying is None:
             return LeftForMoves()
@@ -356,7 +358,8 @@ class WeightSync:
                     self._acts.stale.restarted(engine)
 
     async def run(self) -> None:
-        """Run until cancelled. A sync that an internal error interrupts is recovered like one of a previous daemon."""
+        """Run until cancelled. A sync that an internal error interrupts is recovered like a sync that a previous daemon
+        left open."""
         serving = asyncio.ensure_future(self._keep_serving())
         try:
             await self._until_cancelled()
@@ -384,7 +387,7 @@ class WeightSync:
                     self._why_left, self._left = A_DEFECT, self._half_done()
 
     def _half_done(self) -> list[OpenIntent[SyncReport]]:
-        """Return the open syncs that no task runs any more."""
+        """Return the open syncs that no task is running."""
         ids = self.book.open.keys() - {record.id for record in self._not_begun()}
         try:
             return [left for left in self.book.left_open() if left.id in ids]

@@ -1,7 +1,8 @@
-"""Sync a version that the trainer sends itself, through a direct backend of weights/backends. The steps are the same.
+"""Sync a version that the trainer sends itself, through a direct backend of weights/backends. The steps are those of a
+tree sync.
 
 A call of the trainer reaches the backend only while a step of the trainer is open, so that no weights move without the
-daemon. An engine has the version only if its own report confirms it.
+daemon. An engine is treated as having the version only if the engine's own report confirms it.
 """
 
 import asyncio
@@ -43,7 +44,8 @@ class DirectTransfer:
         self._until_s = 0.0
 
     async def prepare(self, engines: Sequence[EngineId]) -> VersionMap:
-        """Do the backend's work before the fence; return the version's map, without shards. Raises SyncFailed."""
+        """Call the backend's `prepare`; return the version's map, without shards. Raises SyncFailed if the backend's
+        `prepare` fails."""
         record, self.engines = self._record, tuple(sorted(engines))
         tensors: dict[str, TensorMeta] = {each.name: each for word in self.publications for each in word.tensors}
         map = VersionMap(
@@ -62,8 +64,9 @@ class DirectTransfer:
         return map
 
     async def install(self, attempt: SyncAttempt, until_s: float | None) -> dict[EngineId, PeerResult]:
-        """Have the trainer send the version to the engines. Raises SyncFailed if an engine does not have it afterwards.
-        If no engine has it, the next attempt leaves none out, because the trainer may be the cause."""
+        """Have the trainer send the version to the engines. Raises SyncFailed if an engine does not have the version
+        afterwards. The next attempt leaves out such engines. If no engine has the version, it leaves out none, because
+        the trainer may be the cause."""
         record, began_s = self._record, self._acts.clock.now_s()
         self._begin(changes=True, until_s=until_s)
         became = await self._backend.install(self)
@@ -91,8 +94,8 @@ class DirectTransfer:
         self._withdraw_request()
 
     async def relayed(self, rank: int, number: int, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Handle a call of a trainer's rank for step `number`; return the answer. Raises Permanent if this step is not
-        open, and the backend's own errors."""
+        """Handle a call of a trainer's rank for step `number`; return the answer. Raises Permanent if step `number` is
+        not open, and the backend's own errors."""
         if self._asked is None or self._asked[0].number != number or self._asked[1].done():
             raise Permanent(f"step {number} of weight sync {self._record.id} is over")
         if call == STEP_FAILED:

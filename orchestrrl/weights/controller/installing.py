@@ -1,8 +1,8 @@
 """Install one version into engines: choose participants, install behind the closed barrier, verify, and resume
 requests.
 
-Requests resume with the new version, or with the previous one after a failure. A daemon that finds a resume or a
-rollback half done repeats it, from any point. The version reported for an engine is the version it really has; an
+Requests resume with the new version, or with the previous version after a failure. A restarted daemon repeats a resume
+or a rollback that was interrupted at any point. The version reported for an engine is the version that it has; an
 engine whose version is uncertain gets no requests until it is repaired.
 """
 
@@ -28,8 +28,8 @@ SETTLED_WITHIN_S = 5.0  # wait for peers to receive their engine assignments
 
 @dataclass(slots=True)
 class BorrowedPause:
-    """A barrier that another holder has closed and that the sync may use until `until_s`. `outcome` resolves to the
-    version with which to open it, and the engines without that version."""
+    """A pause barrier that another holder has closed and that the sync may use until `until_s`. `outcome` resolves to
+    the version with which the holder must open the barrier, and the engines without that version."""
 
     until_s: float
     may_probe: bool
@@ -37,7 +37,7 @@ class BorrowedPause:
 
 
 class Installing:
-    """Installs one version from the engines' hosts into the engines. With `direct`, the trainer sends it to them."""
+    """Installs one version into engines, from their hosts' folders or, if `direct` is given, from the trainer."""
 
     def __init__(
         self, acts: SyncActions, record: SyncRecord, publications: Sequence[Publication], direct: DirectTransfer | None
@@ -59,8 +59,8 @@ class Installing:
     # --- choose
 
     async def choose(self, attempt: SyncAttempt) -> None:
-        """Set the attempt's targets and receivers. Other engines are quarantined when the version is committed. Raises
-        SyncFailed if no engine can receive the version."""
+        """Set the attempt's targets and receivers. Engines that are not targets are quarantined when the version is
+        committed. Raises SyncFailed if no engine can receive the version."""
         acts, record = self._acts, self._record
 
         def away() -> str:
@@ -102,10 +102,9 @@ class Installing:
         return "" if self._direct is not None else acts.hub.why_not_whole(engine)
 
     def update(self, attempt: SyncAttempt) -> None:
-        """Drop engines that have left the fleet by order, and add engines that have joined and whose peers have the
-        bytes.
+        """Remove targets that have left the fleet, and add engines that have joined it and whose peers have the bytes.
 
-        Raises SyncFailed if no engine is left."""
+        Raises SyncFailed if no target is left."""
         hub, there = self._acts.hub, self._acts.engines()
         come = [
             engine
@@ -127,7 +126,8 @@ class Installing:
     # --- install and verify
 
     async def install(self, attempt: SyncAttempt, borrowed: BorrowedPause | None) -> None:
-        """Install the version into the attempt's targets, which may have it from now on, and verify it."""
+        """Install the version into the attempt's targets and verify it. The targets are first recorded as changed,
+        because they may have the version from then on."""
         record, acts = self._record, self._acts
         record.state(SyncState.INSTALLING)
         engines = sorted(attempt.targets)
@@ -152,8 +152,8 @@ class Installing:
             await self._verify(attempt, results, may_probe=borrowed is None or borrowed.may_probe)
 
     async def _loaded(self, attempt: SyncAttempt, until_s: float | None) -> dict[EngineId, PeerResult]:
-        """Have engines load the version from their hosts' folders; wait for all of them. The next attempt leaves out
-        every engine that fails."""
+        """Have engines load the version from their hosts' folders, and wait for all engines. The next attempt leaves
+        out every engine that fails."""
         acts, record = self._acts, self._record
         results: dict[EngineId, PeerResult] = {}
 
@@ -208,7 +208,7 @@ class Installing:
         attempt.answers = {configuration[e]: tokens for e, tokens in answers.items() if e in configuration}
 
     def _of_the_fleet(self, failed: Mapping[EngineId, str]) -> dict[EngineId, str]:
-        """Return `failed` without the engines that have left the fleet by order."""
+        """Return `failed` without the engines that were stopped or removed on purpose."""
         gone = [engine for engine in failed if self._acts.gone(engine)]
         self._record.without_engines(gone)
         return {engine: why for engine, why in failed.items() if engine not in gone}
@@ -248,7 +248,7 @@ class Installing:
 
     async def go_back(self, attempt: SyncAttempt) -> None:
         """Roll back an uncommitted version: install the fleet's version into engines that may have all or part of the
-        new one. If no peer keeps the fleet's version, these engines wait for the next one."""
+        new version. If no peer stores the fleet's version, these engines wait for the next version."""
         acts, record = self._acts, self._record
         gone = [engine for engine in attempt.changed if acts.gone(engine)]
         changed = sorted(attempt.changed.difference(gone))
@@ -291,12 +291,12 @@ class Installing:
             await self._let_run(good)
 
     def _known_to_barrier(self) -> set[EngineId]:
-        """Return the engines with a version at the pause barrier. A restart of one may have been missed."""
+        """Return the engines whose version the pause barrier has. A restart of such an engine may have been missed."""
         return set(self._acts.engines()).intersection(self._acts.fence.state.versions)
 
     async def _close_again(self, changed: Collection[EngineId]) -> str:
         """Close the barrier again after the lease has ended; return the new lease's id. If the barrier cannot be
-        closed, have peers pause these engines and return an empty string."""
+        closed, have peers pause the engines in `changed` and return an empty string."""
         acts = self._acts
         acts.fence.forget(changed, "were being changed while the pause barrier opened")
         if acts.fence.is_manned():
@@ -308,7 +308,7 @@ class Installing:
         return ""
 
     async def _bring_back(self, committed: CommittedVersion, engines: Collection[EngineId]) -> dict[EngineId, str]:
-        """Install the fleet's version; return the engines that do not have it afterwards, with the reason."""
+        """Install the fleet's version; return the engines that do not have it afterwards, with reasons."""
         acts = self._acts
         if committed.is_kept:
             return await acts.try_each(engines, lambda engine: acts.install(engine, committed.version))
@@ -328,7 +328,7 @@ class Installing:
     def _report_committed(
         self, committed: CommittedVersion, good: Collection[EngineId], bad: Collection[EngineId]
     ) -> None:
-        """Report the version of all serving engines to the barrier, which has discarded it if the lease expired."""
+        """Report the versions of all serving engines to the barrier, which has discarded them if the lease expired."""
         acts, known, state = self._acts, self._acts.engines(), self._acts.fence.state
         if bad:
             acts.fence.forget(bad, "the previous weights could not be restored")
@@ -338,7 +338,7 @@ class Installing:
             acts.fence.set_version(sorted(unknown), committed.version, "have the previous weights")
 
     def _report_as_before(self, reported: Mapping[EngineId, int]) -> None:
-        """Report again the versions that came from outside weight sync and were not changed."""
+        """Report the versions of unchanged engines to the barrier again. These versions are not from a weight sync."""
         acts = self._acts
         unknown = {e: v for e, v in reported.items() if e not in acts.fence.state.versions and e not in acts.stale}
         for version in sorted(set(unknown.values())):
@@ -359,7 +359,7 @@ class Installing:
         return True
 
     async def _let_run(self, engines: Collection[EngineId]) -> None:
-        """Have peers resume engines if the barrier is open: without a gateway, peers have paused them."""
+        """If the barrier is open, have peers resume engines, which peers have paused if there is no gateway."""
         acts = self._acts
         if not acts.is_closed:
             failed = await acts.try_each(engines, lambda engine: acts.rest(engine, at_rest=False))
@@ -368,8 +368,8 @@ class Installing:
 
 
 def odd_ones(said: Mapping[EngineId, object], group: Callable[[EngineId], object]) -> dict[EngineId, str]:
-    """Return the engines whose value differs from the majority of their group, with a text. Without a majority, return
-    the whole group. Pure."""
+    """Return the engines whose value differs from that of the majority of their group, with a text for each engine. If
+    a group has no majority, all of its engines are returned. Has no side effects."""
     groups: dict[object, list[EngineId]] = {}
     for engine in sorted(said):
         groups.setdefault(group(engine), []).append(engine)

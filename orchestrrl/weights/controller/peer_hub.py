@@ -1,7 +1,8 @@
 """Track attached peers and deliver orders to them. Each order has an id and one result.
 
-A peer that attaches again replaces its old stream and receives its unanswered orders again; it carries out none twice.
-Hosts' clocks may differ: a deadline is converted to the peer's clock, where it is never later than the daemon's.
+A peer that attaches again replaces its old stream and receives its unanswered orders again. The peer carries out each
+order once. Hosts' clocks may differ: a deadline is converted to the peer's clock and is never later than the daemon's
+deadline.
 """
 
 import asyncio
@@ -55,14 +56,15 @@ class PeerStream:
                 yield asked.order.by_clock(self.ahead_s)
 
     def stamped(self, sent_s: float) -> None:
-        """Update the clock offset from the time at which the peer sent the message that has just arrived. The message
-        was delayed, so the offset is a lower bound and a converted deadline is never later than the daemon's. It is
-        earlier by the delay of the message, until the next message."""
+        """Update the clock offset from `sent_s`, the time on the peer's clock at which it sent the message that has
+        just arrived. The offset is a lower bound, too low by the message's delay, so a converted deadline is at most
+        this delay earlier than the daemon's deadline and never later."""
         if math.isfinite(sent_s):
             self.ahead_s = sent_s - self._hub.now_s()
 
     def on_news(self, news: PeerNews) -> None:
-        """Handle a report of the peer. Reports on an ended stream are ignored: the peer sends its state again."""
+        """Handle a report of the peer. Reports on an ended stream are ignored, because the peer sends its state again
+        on the next stream."""
         if not self.waiting.ended:
             self._hub.on_news(self.peer, news)
 
@@ -74,7 +76,8 @@ class PeerStream:
 
 
 class PeerHub:
-    """All peers of one daemon. `generation` is that of its journal; orders wait `patience_s` for a detached peer."""
+    """All peers of one daemon. `generation` is the generation of the daemon's journal. Orders wait up to `patience_s`
+    for a detached peer."""
 
     def __init__(self, clock: Clock, generation: int, patience_s: float = 30.0, most_peers: int = 8192) -> None:
         self._most_peers = most_peers
@@ -99,8 +102,8 @@ class PeerHub:
         return self._by_engine.get(engine)
 
     def hosts_of(self, engine: EngineId) -> list[PeerId]:
-        """Return the peers on the hosts of an engine: the attached peer that installs into it, and those of its other
-        hosts, attached or not."""
+        """Return the peers on the hosts of an engine: the attached peer that installs into it, and the peers of its
+        other hosts, whether attached or not."""
         own = self.peer_of(engine)
         others = [id for id, state in sorted(self.peers.items()) if engine in state.peer.ranks_of]
         return [*([] if own is None else [own.id]), *others]
@@ -111,7 +114,7 @@ class PeerHub:
         return [engine for peer in known for engine in (*(each.engine for each in peer.engines), *peer.ranks_of)]
 
     def why_not_whole(self, engine: EngineId) -> str:
-        """Return why an engine with several hosts could not load a whole version; empty if it could."""
+        """Return the reason why an engine with several hosts cannot load a whole version; empty if it can."""
         own, attached = self.peer_of(engine), self.attached()
         for id in self.hosts_of(engine) if own is not None else ():
             if id not in attached:
@@ -125,7 +128,8 @@ class PeerHub:
         return self._clock.now_s()
 
     def ours_s(self, peer: PeerId, theirs_s: float) -> float:
-        """Convert a time of the peer's clock to the daemon's; unchanged if the peer is detached or has sent no time."""
+        """Convert a time of the peer's clock to the daemon's clock. Return it unchanged if the peer is detached or has
+        sent no time."""
         stream = self._streams.get(peer)
         return theirs_s if stream is None else theirs_s - stream.ahead_s
 
@@ -134,7 +138,8 @@ class PeerHub:
         self._listeners.append(listener)
 
     def attach(self, peer: Peer) -> PeerStream:
-        """Attach a peer; return its stream. Raises ProblemFaults, and LimitReached if too many peers are known."""
+        """Attach a peer; return its stream. Raises ProblemFaults if the peer's description is inconsistent or claims an
+        engine of another peer, and LimitReached if too many peers are known."""
         if faults := self._faults(peer):
             raise ProblemFaults(faults)
         self._make_room(peer.id)
@@ -151,7 +156,7 @@ class PeerHub:
         self, peer: PeerId, order: Order, within_s: float, patience_s: float | None = None
     ) -> PeerResult:
         """Send an order to a peer; return its result. Raises Retryable if the order was not sent because the peer did
-        not attach in time, and OutcomeUnknown if it was sent and not answered."""
+        not attach within the time limit, and OutcomeUnknown if the order was sent but not answered."""
         if peer not in self.peers:
             raise Retryable(f"peer {peer} is not attached", REATTACH_S)
         id = f"w{self._generation}-{next(self._numbers)}"
@@ -174,7 +179,8 @@ class PeerHub:
             self._open.close(asked)
 
     async def try_order(self, peer: PeerId, order: Order, within_s: float) -> str:
-        """Send an order without waiting for a detached peer. Return why it was not done, or an empty string."""
+        """Send an order without waiting for a detached peer. Return the reason if the order was not done, else an empty
+        string."""
         try:
             result = await self.send_order(peer, order, within_s, 0.0)
         except OrchestrRLError as error:
@@ -182,7 +188,7 @@ class PeerHub:
         return "" if result.outcome is OrderOutcome.DONE else result.detail or result.outcome
 
     def close(self) -> None:
-        """End every stream, so that peers detect it at once and attach to the next daemon."""
+        """End every stream, so that peers detect the shutdown at once and attach to the next daemon."""
         for stream in self._streams.values():
             stream.waiting.end()
 
@@ -213,7 +219,7 @@ class PeerHub:
     # --- inside
 
     async def _until_hopeless(self, asked: _Asked, within_s: float, patience_s: float) -> str:
-        """Wait until no answer can be expected any more; return the reason."""
+        """Wait until an answer can no longer be expected; return the reason."""
         by_s = asked.over_s
         while True:
             state, now_s = self.peers[asked.destination], self._clock.now_s()
@@ -241,7 +247,8 @@ class PeerHub:
         return faults
 
     def _make_room(self, peer: PeerId) -> None:
-        """Drop peers that detached long ago if the hub is full. Raises LimitReached if none can be dropped."""
+        """If the hub is full, drop peers that detached more than `FORGET_AFTER_S` ago. Raises LimitReached if no peer
+        can be dropped."""
         if peer in self.peers or len(self.peers) < self._most_peers:
             return
         gone_s = self._clock.now_s() - FORGET_AFTER_S

@@ -32,7 +32,8 @@ COLOURS = {
 
 
 def draw(profiles: Sequence[SyncProfile], target: Path) -> None:
-    """Draw the profiles from top to bottom in the order given. Raises OSError, and ValueError for an unknown format."""
+    """Draw the profiles from top to bottom in the order given. Raises OSError if `target` cannot be written, and
+    ValueError if its format is unknown."""
     bars, bounds = [], []
     for row, profile in enumerate(profiles):
         began_s = profile.path[0].began_s if profile.path else 0.0

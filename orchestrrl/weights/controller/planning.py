@@ -1,4 +1,4 @@
-"""Plan the transfer of a version from the peers that have it to those that need it: shards, waves and edges. Pure."""
+"""Plan the transfer of a version from the peers that have it to the peers that need it: shards, waves and edges."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +21,8 @@ from planner.sync_tree.shares import EngineShare, needed_boxes
 
 @dataclass(frozen=True, slots=True)
 class PlannedSync:
-    """The planned transfer of a version to all peers that need it. Each edge has its time by the plan's model."""
+    """The planned transfer of a version to all peers that need it. Each edge has the duration that the planner
+    predicts."""
 
     map: VersionMap  # the whole version, for all peers
     opens: Mapping[PeerId, OpenVersion]  # for all holders and receivers; checksums are filled in later
@@ -44,8 +45,8 @@ def plan_sync(
     name: str = "0",
 ) -> PlannedSync:
     """Plan the transfer of parts that trainers have staged to all peers of engines. `name` is the prefix of edge ids,
-    which must differ between plans for the same version. Raises ProblemFaults for inconsistent input, and Unreachable
-    if the network has no path to a receiver."""
+    which must differ between plans for the same version. Raises ProblemFaults if the input is inconsistent, and
+    Unreachable if the network has no path to a receiver."""
     known = {peer.id: peer for peer in peers}
     if faults := list(_unknown_peers(publications, known, network)):
         raise ProblemFaults(faults)
@@ -100,9 +101,10 @@ def plan_repair(
     held: Mapping[PeerId, HeldVersion],
     name: str = "0",
 ) -> PlannedSync:
-    """Plan the transfer of bytes that `receivers` lack of a version, from the peers that have them (`held`). The
+    """Plan the transfer of the bytes of a version that `receivers` lack, from peers that have these bytes (`held`). The
     version is the fleet's, or an earlier attempt has brought it to some peers. Only receivers get an order to open it.
-    Raises ProblemFaults, and Unreachable if no peer has a byte range or the network has no path to a receiver."""
+    Raises ProblemFaults if a peer is not attached or unknown to the network, and Unreachable if no peer has a byte
+    range or the network has no path to a receiver."""
     known = {peer.id: peer for peer in peers}
     faults = [f"receivers: must be attached, got {peer!r}" for peer in sorted(receivers) if peer not in known]
     faults += _unknown_peers((), known, network)
@@ -172,7 +174,7 @@ def _needed(share: EngineShare, shapes: tuple[tuple[str, tuple[int, ...]], ...])
 
 
 def _part_of(whole: VersionMap, shards: tuple[ShardMap, ...], parts: Iterable[StagedPart]) -> VersionMap:
-    """Return the part of the map with these shards, their tensors and the tensors of these parts."""
+    """Return the map of a version reduced to the given shards, their tensors and the tensors of the given parts."""
     names = {name for part in parts for name in part.boxes}
     names.update(piece.parameter for shard in shards for piece in shard.slices)
     return replace(whole, tensors=tuple(tensor for tensor in whole.tensors if tensor.name in names), shards=shards)

@@ -1,6 +1,6 @@
-"""Profile a weight sync: seconds per phase, the critical path, and the transfer time against its plan and bound. Pure.
+"""Profile a weight sync: the time of each phase, the critical path, and the transfer time against its plan and bound.
 
-Advice on a profile is in advice.py.
+The functions have no side effects. advice.py derives advice from a profile.
 """
 
 from collections import defaultdict
@@ -41,8 +41,8 @@ class PhaseStretch:
 
 @dataclass(frozen=True, slots=True)
 class PhaseRow:
-    """The time of one phase: `seconds` in total over all attempts, `waited_s` of it on the critical path, and `share`,
-    the fraction of the sync's time that `waited_s` is."""
+    """The time of one phase. `seconds` is the total over all attempts, `waited_s` the part on the critical path, and
+    `share` is `waited_s` as a fraction of the sync's time."""
 
     phase: SyncPhase
     seconds: float
@@ -93,7 +93,8 @@ class SyncProfile:
 
     @property
     def is_carried(self) -> bool:
-        """Return whether every engine's peer received every byte. An aborted sync did if it reached a later phase."""
+        """Return whether every engine's peer received every byte. For an aborted sync, return whether it reached a
+        phase after the transfer."""
         if self.transfer_s <= 0:
             return False
         if self.report.state in (SyncState.ABORTED, SyncState.SUPERSEDED):
@@ -102,12 +103,13 @@ class SyncProfile:
         return self.report.state not in BEFORE_PREPARED
 
     def seconds(self, *phases: SyncPhase) -> float:
-        """Return the seconds that these phases took on the critical path."""
+        """Return the total time of these phases on the critical path, in seconds."""
         return sum(row.waited_s for row in self.rows if row.phase in phases)
 
 
 def profile(report: SyncReport, now_s: float | None = None) -> SyncProfile:
-    """Return the profile of a report. An open phase counts until `now_s`, or without it until the last known time."""
+    """Return the profile of a report. An open phase is measured until `now_s` or, if `now_s` is None, until the latest
+    time in the report."""
     end_s = _end_s(report, now_s)
     path = critical_path(report.phases, end_s)
     waited: defaultdict[SyncPhase | None, float] = defaultdict(float)
@@ -129,9 +131,9 @@ def profile(report: SyncReport, now_s: float | None = None) -> SyncProfile:
 
 
 def critical_path(phases: Sequence[PhaseTime], end_s: float) -> tuple[PhaseStretch, ...]:
-    """Return the phase on the critical path for each moment from the start of the first phase to `end_s`. The path is
-    built backwards: it takes the phase that ended last (of several, the one that began last), then repeats this from
-    the start of that phase."""
+    """Return the segments of the critical path from the start of the first phase to `end_s`. The path is built
+    backwards: it takes the phase that ended last (among equals, the phase that began last), then repeats this from the
+    start of that phase."""
     runs = [(took.phase, took.began_s, _until_s(took, end_s)) for took in phases]
     runs = [run for run in runs if run[2] > run[1]]
     path: list[PhaseStretch] = []
@@ -151,7 +153,8 @@ def phase_text(phase: SyncPhase | None) -> str:
 
 
 def _end_s(report: SyncReport, now_s: float | None) -> float:
-    """Return when the last phase ended; an open phase ends with its sync."""
+    """Return the time at which the last phase ended. An open phase ends when the sync ends or, if the sync is not over,
+    at `now_s`."""
     known = [took.began_s for took in report.phases]
     known += [took.ended_s for took in report.phases if took.ended_s is not None]
     if report.ended_s is not None:

@@ -1,4 +1,4 @@
-"""Track which bytes of a version each peer has as edges end and break, and which bytes no edge brings. Pure."""
+"""Track the bytes of a version that each peer has as edges end and break, and the missing bytes that no edge brings."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -73,7 +73,8 @@ class SyncProgress:
                 self._rates_gbps.setdefault((edge.dst, edge.shard), edge.rate_gbps)
 
     def rate_gbps(self, peer: PeerId, shard: str) -> float:
-        """Return the rate limit of the first edge to this peer and shard, also for replacements; 0 means no limit."""
+        """Return the rate limit of the first edge to this peer and shard, which replacement edges use too; 0 means no
+        limit."""
         return self._rates_gbps.get((peer, shard), 0.0)
 
     def live_of(self, peer: PeerId) -> tuple[CarryEdge, ...]:
@@ -89,7 +90,8 @@ class SyncProgress:
             self.runs[edge.id].seconds = max(0.0, event.ended_s - event.began_s)
 
     def broken(self, edge_id: str, arrived_bytes: int) -> CarryEdge | None:
-        """End a broken edge; return it, or None if it had already ended. The receiver keeps `arrived_bytes` of it."""
+        """End a broken edge, of which the receiver has `arrived_bytes`. Return the edge, or None if it had already
+        ended."""
         if edge_id not in self._live:
             return None
         edge = self._over(edge_id, min(arrived_bytes, self._live[edge_id].bytes - 1))
@@ -98,7 +100,8 @@ class SyncProgress:
         return edge
 
     def on_held(self, peer: PeerId, held: HeldVersion | None) -> None:
-        """Update the missing bytes of a peer that has attached again. `held` is None if it has none of the version."""
+        """Update the missing bytes of a peer that has attached again. `held` is None if the peer stores no bytes of the
+        version."""
         if peer not in self.missing:
             return
         if held is None:
@@ -110,7 +113,8 @@ class SyncProgress:
                 self._lacks(peer, shard, ranges)
 
     def corrupt(self, peer: PeerId, missing: Mapping[str, Iterable[Range]]) -> None:
-        """Mark ranges with wrong checksums as missing, and blame their senders, which replacement edges then avoid."""
+        """Mark ranges with wrong checksums as missing, and mark the peers that sent them, which replacement edges then
+        avoid."""
         for shard, ranges in missing.items():
             ranges = list(ranges)
             self._lacks(peer, shard, ranges)

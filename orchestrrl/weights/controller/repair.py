@@ -38,8 +38,8 @@ class _Tried:
 
 
 class EngineRepairs:
-    """Repairs engines without the fleet's version. `carrying` is the running repair's transfer; the controller forwards
-    peers' reports to it."""
+    """Repairs engines without the fleet's version. `carrying` is the transfer of the running repair, to which the
+    controller forwards peers' reports."""
 
     def __init__(self, acts: SyncActions) -> None:
         self.carrying: Carrying | None = None
@@ -48,8 +48,8 @@ class EngineRepairs:
         self._numbers = itertools.count(1)
 
     def poll(self) -> list[EngineId]:
-        """Record the current versions of engines; return the engines due for repair, sorted by id. Return none while
-        the pause barrier is closed."""
+        """Record the current versions of engines; return the engines due for repair, sorted by id. The result is empty
+        while the pause barrier is closed."""
         acts = self._acts
         self._leave()
         if acts.is_closed or acts.notice_others() or acts.book.fleet.committed is None:
@@ -136,7 +136,8 @@ class EngineRepairs:
             acts.book.amend(committed.lost(engine, why))
 
     def _report_again(self) -> None:
-        """Report the version to the pause barrier for verified engines that it does not list with this version."""
+        """Report the fleet's version to the pause barrier for verified engines that the barrier does not list with this
+        version."""
         acts, committed = self._acts, self._acts.book.fleet.committed
         assert committed is not None
         state, known = acts.fence.state, acts.engines()
@@ -164,7 +165,7 @@ class EngineRepairs:
                 logger.error("%s", error)
 
     async def _bytes(self, peer: Peer, committed: CommittedVersion) -> None:
-        """Carry to a peer all bytes of the version that it needs."""
+        """Carry the bytes of the version that a peer needs and does not have to that peer."""
         acts = self._acts
         held = next((each for each in peer.held if each.version == committed.version), None)
         if held is not None and held.complete and held.shards:

@@ -1,4 +1,4 @@
-"""Reports on weight syncs: state, time of each phase, state of each engine, and reasons. Values only."""
+"""Data types of reports on weight syncs: state, time of each phase, state of each engine, and reasons."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -24,7 +24,8 @@ OVER = frozenset({SyncState.DONE, SyncState.ABORTED, SyncState.SUPERSEDED})
 
 
 class SyncPhase(StrEnum):
-    """The phases of a sync, in order. The first two run in the trainer. A and B overlap: B counts from the end of A."""
+    """The phases of a sync, in chronological order. The first two run in the trainer. Phases A and B overlap; the time
+    of B is measured from the end of A."""
 
     OFFLOAD = "offload"  # copy from the trainer's devices to its host
     GATHER = "gather"  # assemble the trainer's shards in the engines' layout
@@ -97,7 +98,7 @@ class EdgeTime:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """The report on one sync. `code` is stable, `detail` is for people.
+    """The report on one sync. `code` is one of a fixed set of codes, `detail` is free text.
 
     | state | codes |
     |---|---|

@@ -1,7 +1,7 @@
 """Describe the sync of one weight version as an operation: its steps, and how they are undone.
 
-Before the commit everything can be undone and started again; after it nothing is undone. core/operation.py runs the
-steps, journals them and resumes them after a restart.
+Before the commit, all steps can be undone and started again; after the commit, no step is undone. core/operation.py
+runs the steps, journals them and resumes them after a restart.
 """
 
 import asyncio
@@ -75,9 +75,9 @@ _TO_COMMIT = frozenset(range(1, 6))
 
 
 class SyncRun(Description[SyncStep]):
-    """The sync of one version that all ranks have published. For a sync that an earlier daemon left open there are no
-    publications, and `left` has the state, code and detail in which it ends if it is not committed. Expected errors end
-    in its report."""
+    """The sync of one version that all ranks have published. For a sync that an earlier daemon left open,
+    `publications` is empty, and `left` has the state, code and detail with which the sync ends if it is not committed.
+    Expected errors are recorded in the report."""
 
     def __init__(
         self,
@@ -131,19 +131,19 @@ class SyncRun(Description[SyncStep]):
 
     @property
     def takes_closed_barrier(self) -> bool:
-        """Return whether the sync uses, or would use, a barrier that another holder has closed."""
+        """Return whether the sync uses a barrier that another holder has closed, or would use one now."""
         return self._borrowed is not None or (self._waits_for_barrier and self._stop is None)
 
     async def borrow(self, until_s: float, may_probe: bool) -> tuple[int | None, tuple[EngineId, ...]]:
-        """Install while another holder has the pause barrier closed; return the version with which to open it and the
-        engines without that version. A repeated call waits for the same result."""
+        """Install while another holder has the pause barrier closed; return the version with which the holder must open
+        the barrier, and the engines without that version. A repeated call waits for the same result."""
         if self._borrowed is None:
             self._borrowed = BorrowedPause(until_s, may_probe, asyncio.get_running_loop().create_future())
             self._may_install.set()
         return await asyncio.shield(self._borrowed.outcome)
 
     async def run(self) -> None:
-        """Run the sync to its end, after its intent was recorded. Raises internal errors."""
+        """Run the sync to its end, after its intent was recorded in the journal. Raises only internal errors."""
         await self._operation.carry_out()
         await self._over()
 
@@ -187,7 +187,8 @@ class SyncRun(Description[SyncStep]):
         return await self.do(step)
 
     async def observe(self) -> None:
-        """Wait for the peers of changed engines after a restart. Restoring the engines queries them later."""
+        """After a restart of the daemon, wait for the peers of changed engines. The step that restores these engines
+        queries their versions."""
         changed = self._attempt.changed
         if self._committed or self._is_restored or not self._is_left:
             return
@@ -219,8 +220,8 @@ class SyncRun(Description[SyncStep]):
         return self._committed
 
     def retry(self, failure: OperationFailure[SyncStep]) -> bool:
-        """Return whether to start another attempt, and set it up without the engines that failed. If no engine would be
-        left, the attempt leaves out only those of earlier attempts."""
+        """Return whether to start another attempt, and if so, set it up without the engines that failed. If no engine
+        would remain, the attempt leaves out only the engines that failed in earlier attempts."""
         acts, record, failed, before = self._acts, self.sync_record, self._failed, self._attempt
         without = dict(before.failed)
         if not {*acts.engines()} <= {*without, *failed.without}:
@@ -248,7 +249,7 @@ class SyncRun(Description[SyncStep]):
         await self._installing.choose(self._attempt)
 
     async def _prepare(self) -> None:
-        """Do everything that is possible before the fence: carry the bytes, or prepare the direct backend."""
+        """Perform the work before the fence: carry the bytes, or prepare the direct backend."""
         record, attempt = self.sync_record, self._attempt
         if self.direct is not None:
             attempt.map = await self.direct.prepare(list(attempt.targets))
@@ -397,8 +398,8 @@ class SyncRun(Description[SyncStep]):
         self._give_back()
 
     async def _until_done(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Repeat `work` until it succeeds: no later step may touch engines before. The pause barrier's lease keeps
-        requests away meanwhile. An internal error is stored and raised."""
+        """Repeat `work` until it succeeds, because no later step may change engines before that. In the meantime, the
+        pause barrier's lease keeps requests away from engines. An internal error is stored and raised."""
         self._defect = None
         while True:
             try:
@@ -411,7 +412,8 @@ class SyncRun(Description[SyncStep]):
                 raise
 
     async def _attached_again(self, engines: Collection[EngineId]) -> None:
-        """Wait up to `patience_s` for the peers of engines, and for gateways if the pause barrier is closed."""
+        """Wait up to `patience_s` for the peers of engines to attach, and for a gateway if the pause barrier is
+        closed."""
         hub, fence = self._acts.hub, self._acts.fence
 
         def attached() -> bool:
@@ -439,8 +441,8 @@ class SyncRun(Description[SyncStep]):
                 return SyncFailed("internal", failure.why, again=not is_defect)
 
     def _is_over(self, records: Sequence[StepEntry]) -> bool:
-        """Return whether the sync had ended although its end is not in the journal: a version was committed since, or
-        its engines were restored."""
+        """Return whether the sync had ended although its end is not in the journal. This is the case if a version was
+        committed after the sync began and the sync holds no lease, or if the engines were restored."""
         committed = self._acts.book.fleet.committed
         if committed is not None and committed.at_s > self.sync_record.report.began_s:
             return not self._acts.own_lease(self.id)
@@ -464,7 +466,7 @@ class SyncRun(Description[SyncStep]):
         book.ended(record)
 
     def _give_back(self) -> None:
-        """Return a borrowed barrier to its holder, with the version with which to open it."""
+        """Return a borrowed barrier to its holder, with the version with which the holder must open it."""
         borrowed, self._borrowed = self._borrowed, None
         if borrowed is None:
             return

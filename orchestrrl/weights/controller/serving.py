@@ -1,7 +1,8 @@
 """Assign engines to peers as engines join and leave, and send each peer its assignment.
 
-A peer lists the hosts whose engines it can serve. An engine stays with the peer that has it, else the first peer by id
-gets it. An engine on a peer's command line always belongs to that peer. No engine belongs to two peers.
+A peer lists the hosts whose engines it can serve. An engine stays with the peer that has it; an engine without a peer
+is assigned to the first suitable peer by id. An engine on a peer's command line always belongs to that peer. No engine
+belongs to two peers.
 """
 
 import asyncio
@@ -44,7 +45,8 @@ def served(
     gone: Collection[EngineId] | None = None,
 ) -> AssignedEngines:
     """Assign engines to the peers that serve them. A peer that detached less than `patience_s` ago keeps its engines.
-    If `gone` is given, every peer also keeps its engines that are neither in `engines` nor in `gone`. Pure."""
+    If `gone` is given, every peer also keeps its engines that are neither in `engines` nor in `gone`. Has no side
+    effects."""
     there = {
         id: state for id, state in sorted(peers.items()) if state.attached or now_s - state.last_report_s < patience_s
     }
@@ -124,7 +126,7 @@ class PeerAssignments:
             await stop(*self._sending.values())
 
     def update(self) -> None:
-        """Send the assignment to each attached peer for which it has changed."""
+        """Send each attached peer its assignment if the assignment has changed."""
         now_s = self._clock.now_s()
         self._now = self._served(now_s)
         peers = self._hub.peers
@@ -134,7 +136,7 @@ class PeerAssignments:
                 self._sending[id] = asyncio.ensure_future(self._send(id, engines))
 
     def why_not(self, engine: EngineId) -> str:
-        """Return why no peer installs into an engine, and the remedy."""
+        """Return the reason why no peer installs into an engine, with the remedy."""
         return self._now.unserved.get(engine, "no peer that installs into it is attached")
 
     def engines(self) -> Mapping[EngineId, EngineNow]:

@@ -1,4 +1,4 @@
-"""Track engines that restarted after their peer last queried them, so that the peer's report of their version is stale.
+"""Track engines that restarted after their peer last queried them. The peer's report of their version is then stale.
 
 A peer queries its engines every few seconds, and an agent's sample may report a restart sooner. The engine's version is
 unknown until the peer queries it again, which it also does before it installs.
@@ -28,6 +28,7 @@ class StaleVersions:
         return self._of.get(engine)
 
     def dispel(self, engine: EngineId, doubt: int | None) -> None:
-        """Mark the version as known after a query from restart `doubt` on, unless the engine restarted again."""
+        """Mark the version as known after a query, unless the engine has restarted again. `doubt` is the number of the
+        last restart, read before the query."""
         if doubt is not None and self._of.get(engine) == doubt:
             del self._of[engine]

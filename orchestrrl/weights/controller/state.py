@@ -1,7 +1,7 @@
 """The state of the fleet's weights and of each running sync, and their journal entries.
 
-The journal entry `weights` is the point of no return: before it the fleet has the previous version, after it the new
-one, regardless of later failures.
+The journal entry `weights` is the point of no return. Before this entry the fleet has the previous version; after it,
+the fleet has the new version, regardless of later failures.
 """
 
 import asyncio
@@ -48,8 +48,8 @@ class EngineNow:
 
 @dataclass(frozen=True, slots=True)
 class CommittedVersion:
-    """The fleet's version and the engines that have it. `quarantined` has the other engines, with the reason. `answers`
-    are the tokens that the probe generated, by configuration."""
+    """The fleet's version and the engines that have it. `quarantined` has the other engines, with reasons. `answers`
+    has the tokens that the probe generated, keyed by configuration."""
 
     version: int
     sync: str
@@ -80,7 +80,7 @@ class CommittedVersion:
         return replace(others, quarantined={**others.quarantined, engine: why})
 
     def left(self, engines: Collection[EngineId]) -> "CommittedVersion":
-        """Return the value without engines that have left the fleet."""
+        """Return a copy without `engines`, which have left the fleet."""
         has = tuple(engine for engine in self.has if engine not in engines)
         quarantined = {engine: why for engine, why in self.quarantined.items() if engine not in engines}
         return replace(self, has=has, quarantined=quarantined)
@@ -88,8 +88,8 @@ class CommittedVersion:
 
 @dataclass(frozen=True, slots=True)
 class FleetWeights:
-    """The committed version, if any. Without one, `spoilt` are engines that may no longer have their initial weights,
-    with the reason."""
+    """The fleet's committed version, or None. If it is None, `spoilt` has the engines that may no longer have their
+    initial weights, with reasons."""
 
     committed: CommittedVersion | None = None
     spoilt: Mapping[EngineId, str] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class SyncRecord:
         self.put(phases=(*self.report.phases, PhaseTime(phase, self._clock.now_s())))
 
     def ends(self, phase: SyncPhase) -> None:
-        """End the last open phase of this kind, if any."""
+        """End the last open phase of this kind, if there is one."""
         phases = list(self.report.phases)
         for place in reversed(range(len(phases))):
             if phases[place].phase is phase and phases[place].ended_s is None:
@@ -160,7 +160,7 @@ class SyncRecord:
             self.ends(phase)
 
     async def wait_while(self, why: Callable[[], str]) -> None:
-        """Wait while `why` returns a reason; the reason is the report's detail meanwhile."""
+        """Wait while `why` returns a reason, which is the report's detail during the wait."""
         told = ""
         while reason := why():
             if reason != told:
@@ -221,8 +221,8 @@ class SyncAttempt:
 
 
 class WeightBook:
-    """The fleet's weights and all syncs, persisted in the journal. The committed version's map is in a separate file in
-    the same folder."""
+    """The fleet's weights and all syncs, persisted in the journal. The map of the committed version is in a separate
+    file in the journal's folder."""
 
     def __init__(self, journal: Journal, clock: Clock) -> None:
         self._journal = journal
@@ -255,7 +255,7 @@ class WeightBook:
         return [replace(each, steps=tuple(filter(self._is_step, each.steps))) for each in left]
 
     def _is_step(self, entry: JournalEntry) -> bool:
-        """Return whether the entry is a readable step of the operation. Repairs of engines are not."""
+        """Return whether the entry is a readable step of a sync. Return False for repairs of engines."""
         return entry.body.get("step") != REPAIR and self._journal.interpret(entry, _checked_step) is not None
 
     def began(self, report: SyncReport) -> SyncRecord:
@@ -328,7 +328,8 @@ def sync_body(report: SyncReport) -> Mapping[str, Any]:
 
 
 def _checked_step(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the body of a step's entry after checking the fields that a resumed sync reads. Raises ValueError."""
+    """Return the body of a step's entry after checking the fields that a resumed sync reads. Raises ValueError if a
+    field is invalid."""
     if not all(isinstance(engine, str) for engine in body["engines"]):
         raise ValueError("engines: must be strings")
     return check_record(body)

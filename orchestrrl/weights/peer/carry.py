@@ -1,7 +1,6 @@
 """Run edges in threads: one thread per edge and endpoint, waves in order, and an event for each outcome.
 
-This file decides when an edge begins, how it ends, and that its resources are released; the protocol on the link is in
-wire.py.
+This module starts and ends edges and releases their resources; the protocol on the link is in wire.py.
 
 An edge waits without limit for its other endpoint, which may still be in an earlier wave. The daemon detects peers that
 have detached and ends their edges.
@@ -52,8 +51,9 @@ class ThreadedCarrier:
         self._closed = False
 
     def carry(self, staged: LocalVersion, order: CarryEdges) -> None:
-        """Start edges in addition to the running ones. The outcome of an edge that has already ended is reported again.
-        Raises ProblemFaults if an edge is invalid for this peer; then no edge is started."""
+        """Start the edges of the order, in addition to the running edges. If an edge of the order has already ended,
+        its outcome is reported again. Raises ProblemFaults if an edge is invalid for this peer; then no edge is
+        started."""
         self._check(staged, order)
         told_again = []
         with self._lock:
@@ -71,7 +71,8 @@ class ThreadedCarrier:
             self._report(outcome)
 
     def end(self, version: int, edges: Sequence[str] = ()) -> None:
-        """End these edges, or all of the version's, and wait for their threads. Must not be called from `report`."""
+        """End these edges, or all edges of the version if `edges` is empty, and wait for their threads. Must not be
+        called from `report`."""
         with self._lock:
             ending = [run for key, run in self._runs.items() if key[0] == version and (not edges or key[1] in edges)]
             for run in ending:
@@ -161,8 +162,8 @@ class ThreadedCarrier:
         wire.send(self._linked(run, partial(dial, run.edge.address, run.link_key)), run)
 
     def _receive(self, run: EdgeRun) -> None:
-        """Receive the edge's bytes. Accept a second link if the first breaks without a byte: the sender's dial may have
-        timed out at the moment at which it was accepted, and it then dials again."""
+        """Receive the edge's bytes. If the first link breaks before a byte has arrived, accept another link: the
+        sender's dial may have timed out just as it was accepted, and the sender then dials again."""
         accept = self._transports[run.edge.transport].accept
         until_s: float | None = None
         while True:
@@ -179,7 +180,8 @@ class ThreadedCarrier:
                 return
 
     def _linked(self, run: EdgeRun, ask: Callable[[float], L], until_s: float | None = None) -> L:
-        """Return the edge's link once the other endpoint has connected. Raises NotYet after `until_s`."""
+        """Return the edge's link once the other endpoint has connected. Raises NotYet if it has not connected by
+        `until_s`, a time of the monotonic clock; None waits without limit."""
         while True:
             run.pause()
             try:
@@ -214,7 +216,7 @@ class ThreadedCarrier:
             self._tell_arrived(run)
 
     def _tell_arrived(self, run: EdgeRun) -> None:
-        """Report the number of arrived bytes of the version, unless the edge has been ended."""
+        """Report the number of bytes of the version that have arrived, unless the edge has been ended."""
         with self._lock:
             if run.version not in self._told_s or run.let_go.is_set():
                 return

@@ -26,7 +26,7 @@ MOST_EXTENTS = 65536  # more extents are allocated as one, including the gaps
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free bytes of the folder's file system. On a tmpfs, available memory is a limit, too."""
+    """Return the number of free bytes in the folder's file system. On a tmpfs, it is at most the available memory."""
     free = shutil.disk_usage(folder).free
     if _file_system(folder) == "tmpfs":
         free = min(free, *_memory_left())
@@ -73,8 +73,8 @@ def map_in(mapped: Bytes, starts: Ints, ends: Ints) -> None:
 
 
 def no_room(folder: Path, needed: int, version: int) -> Permanent | Retryable:
-    """Return the error for a version that does not fit: Retryable if it would fit after other versions are discarded.
-    The folders of other versions are siblings of `folder`."""
+    """Return the error for a version that does not fit: Retryable if it will fit after other versions are discarded,
+    else Permanent. The folders of other versions are siblings of `folder`."""
     free = free_bytes(folder)
     held = sum(map(allocated_bytes, folder.parent.glob("v[0-9]*/*.safetensors"))) - sum(
         map(allocated_bytes, folder.glob("*.safetensors"))
@@ -108,7 +108,8 @@ def _file_system(folder: Path) -> str:
 
 
 def _memory_left() -> list[int]:
-    """Return the available bytes of memory of the machine, and of the container if it has a limit."""
+    """Return the available memory in bytes, of the machine and, if the container has a memory limit, of the
+    container."""
     left = []
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():

@@ -1,4 +1,5 @@
-"""The engines into which a peer installs versions. Operations on one engine are serialized; its version is polled."""
+"""Manage the engines into which a peer installs versions. Operations on one engine are serialized, and the versions of
+all engines are polled."""
 
 import asyncio
 import json
@@ -63,9 +64,9 @@ class PeerEngines:
         )
 
     async def serve(self, engines: Mapping[EngineId, str]) -> str:
-        """Serve these engines and those of the command line. A new engine is reported only after its version has been
-        queried, so that it does not look like an engine that has lost its weights. Running operations on a dropped
-        engine are completed first."""
+        """Serve these engines and the engines of the command line; return a text about the change. A new engine is
+        reported only after its version has been queried, so that it does not look like an engine that has lost its
+        weights. The connection to a dropped engine is closed after the running operation on it has ended."""
         async with self._serving:
             given = {name: own for name, own in self._own.items() if own.given}
             come = {
@@ -88,16 +89,16 @@ class PeerEngines:
             await self._clock.sleep(interval_s)
 
     async def refresh(self) -> None:
-        """Query the version of each engine. An engine that does not answer keeps its last known version; a restart
-        shows in its next answer."""
+        """Query the version of each engine. An engine that does not answer keeps its last known version; if it has been
+        restarted, its next answer shows this."""
         await asyncio.gather(*(self._refresh(name, own) for name, own in self._own.items()))
 
     async def install(
         self, name: EngineId, version: int, folder: Path, by_s: float, *, is_other: bool, known_sum: str = ""
     ) -> tuple[LoadedWeights, str]:
-        """Install a version; return the weights that the engine then has, and a text for the result. `is_other` is set
-        if the engine last received other bytes, even under the same version. `known_sum` is the checksum of the folder.
-        Raises the engine's errors, and Permanent if `by_s` has passed."""
+        """Install a version; return the weights that the engine then has, and a text about the outcome. `is_other` is
+        set if the engine last received other bytes, even under the same version. `known_sum` is the checksum of the
+        folder. Raises the errors of `load_weights`, and Permanent if the deadline `by_s` has passed."""
         own = self._one(name)
         async with own.at_work:
             self._still(by_s)
@@ -118,7 +119,8 @@ class PeerEngines:
             return loaded, f"{name} loaded version {version} in {self._clock.now_s() - began_s:.3g} s"
 
     async def refresh_one(self, name: EngineId) -> str:
-        """Query the version of an engine; return a text. Raises the engine's errors, and Retryable after ASK_S."""
+        """Query the version of an engine; return a text with the version. Raises the errors of the engine's client, and
+        Retryable if the engine does not answer within `ASK_S`."""
         own = self._one(name)
         async with own.at_work:
             await self._ask(name, own)
@@ -131,8 +133,9 @@ class PeerEngines:
             return tuple(await weights_engine(own.engine).continue_greedily(prompt_ids, tokens))
 
     async def rest(self, name: EngineId, at_rest: bool, drain_s: float = 0.0, *, ends: bool = False) -> str:
-        """Pause an engine and drop its KV cache, or resume it; return a text. Running requests may finish within
-        `drain_s`: raises Retryable if they do not, and the engine continues. `ends` aborts them instead."""
+        """Pause an engine and drop its KV cache, or resume the engine; return a text with the new state. Running
+        requests may finish within `drain_s`; if they do not, the engine continues and Retryable is raised. `ends`
+        aborts running requests instead."""
         own = self._one(name)
         async with own.at_work:
             if not at_rest:
@@ -218,7 +221,7 @@ class PeerEngines:
 
     async def take_sums(self, owns: Iterable[_Own] | None = None, within_s: float = SOON_S) -> bool:
         """Return whether any engine needs the folder's checksum for a load. An engine that does not answer within
-        `within_s` does not count."""
+        `within_s` is ignored."""
 
         async def one(engine: Engine) -> bool:
             with suppress(OrchestrRLError, TimeoutError):  # the operation that needs the engine reports the error
@@ -229,8 +232,8 @@ class PeerEngines:
         return any(await asyncio.gather(*(one(own.engine) for own in (self._own.values() if owns is None else owns))))
 
     async def _loaded(self, own: _Own) -> LoadedWeights | None:
-        """Return the weights that the engine reports. If it reports the version without a checksum and this process
-        installed it, add the checksum from the installation."""
+        """Return the weights that the engine reports. If the engine reports no checksum and this process installed the
+        reported version, return it with the checksum from the installation."""
         has = await weights_engine(own.engine).loaded()
         if has is None or own.brought is None or has.version != own.brought.version:
             own.brought = None

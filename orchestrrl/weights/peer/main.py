@@ -1,7 +1,8 @@
 """Run a weight peer in the environment of a trainer or of vLLM: `python -m orchestrrl.weights.peer.main`.
 
-Only the orchestrrl package must be on the path. It needs grpcio, protobuf, pydantic, aiohttp, prometheus-client, numpy
-and xxhash, and torch for gloo and NCCL. `orchestrrl sync peer` is the same command in OrchestrRL's own environment.
+Of this project, only the orchestrrl package must be on the path. The peer needs grpcio, protobuf, pydantic, aiohttp,
+prometheus-client, numpy and xxhash, and torch for gloo and NCCL. `orchestrrl sync peer` is the same command in
+OrchestrRL's own environment.
 """
 
 import argparse

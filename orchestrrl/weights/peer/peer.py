@@ -1,7 +1,7 @@
 """The weight peer of one host: it attaches to the daemon and owns a folder, transports and engine connections.
 
-While the daemon is down, the peer keeps its versions and its edges continue. It sends its full state to a daemon to
-which it attaches.
+While the daemon is down, the peer keeps its versions, and its edges continue. Whenever the peer attaches to a daemon,
+it sends its full state.
 """
 
 import asyncio
@@ -61,7 +61,8 @@ async def run_peer(settings: PeerSettings, clock: Clock) -> None:
 
 
 def open_transports(settings: PeerSettings, opened: dict[str, Transport]) -> dict[str, str]:
-    """Open the available transports into `opened`; return their addresses by name. Raises Permanent without any."""
+    """Open the available transports and add them to `opened`; return their addresses by name. Raises Permanent if no
+    transport is available."""
     addresses, why = {}, []
     for name in settings.transports:
         try:
@@ -166,7 +167,7 @@ class PeerLink:
         self._outbox.put(news)
 
     def _poll(self) -> None:
-        """Queue a report of this peer if its state has changed."""
+        """Queue a report of this peer's state if the state has changed."""
         if self._reported is None:
             return
         peer = self.introduction()
@@ -184,13 +185,13 @@ class PeerLink:
                 self._outbox.put(None)
 
     def _message(self, news: PeerNews | None) -> pb.PeerMessage:
-        """Return the message for a report, stamped with the current time."""
+        """Return the message for a report, with the current time as its time stamp."""
         text = "" if news is None else NEWS.dump_json(news).decode()
         return pb.PeerMessage(news_json=text, sent_unix_s=self._clock.now_s())
 
 
 class PeerOrders:
-    """Carries out orders. Long ones run concurrently with the others."""
+    """Carries out orders. Orders that take long run concurrently with other orders."""
 
     def __init__(self, store: VersionStore, carrier: ThreadedCarrier, engines: PeerEngines) -> None:
         self._store = store
@@ -205,7 +206,7 @@ class PeerOrders:
         return PeerResult(order.id, outcome, detail)
 
     async def perform(self, order: PeerOrder) -> PeerResult:
-        """Carry out an order; return its result. Raises the errors of the functions that it calls."""
+        """Carry out an order; return its result. Raises an OrchestrRLError if the order fails."""
         id = order.id
         match order.order:
             case orders.OpenVersion() as asked:
@@ -288,5 +289,5 @@ class PeerOrders:
 
 
 def _lasting(peer: Peer) -> Peer:
-    """Return the peer without missing ranges, which change as bytes arrive."""
+    """Return the peer's state without the missing ranges, which change whenever bytes arrive."""
     return replace(peer, held=tuple(replace(each, missing={} if each.complete else {"": ()}) for each in peer.held))

@@ -1,6 +1,6 @@
 """Settings of a peer, parsed from its command-line options. All faults are reported at once.
 
-Uses neither typer nor YAML, which a trainer's environment need not have.
+This module uses neither typer nor YAML, because a trainer's environment may lack them.
 """
 
 import contextlib
@@ -36,7 +36,8 @@ class PeerSettings:
 
 
 def settings_of(arguments: PeerArguments) -> PeerSettings:
-    """Validate the options and return the settings. Raises ProblemFaults with all faults."""
+    """Validate the options and return the settings. Raises ProblemFaults, listing all faults, if options are
+    invalid."""
     faults: list[str] = []
     engines = _engines(arguments, faults)
     share = _made(lambda: _share(arguments), faults)
@@ -87,8 +88,8 @@ def settings_of(arguments: PeerArguments) -> PeerSettings:
 
 
 def _names_here(arguments: PeerArguments, address: str) -> tuple[str, ...]:
-    """Return the names by which other hosts address this one. Loopback is included if the daemon runs on this host,
-    which reports local engines with loopback URLs."""
+    """Return the names by which other hosts address this host. Loopback is included if the daemon runs on this host,
+    because the daemon then reports local engines with loopback URLs."""
     name = socket.gethostname()
     names = [address, name]
     with contextlib.suppress(OSError):  # the name cannot be resolved
@@ -110,7 +111,7 @@ def _is_beside_daemon(daemon: str) -> bool:
 
 
 def _way_to(host: str, port: int) -> tuple[str, str]:
-    """Return the local and the remote address of the route to a host."""
+    """Return the local and the remote IP address of a connection to a host."""
     family, kind, _, _, place = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(place)  # sends nothing

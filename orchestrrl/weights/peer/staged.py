@@ -1,8 +1,9 @@
 """Manage one version on this host: its files, the ranges that have arrived, and their verification by checksums.
 
-A shard is in the parts that trainers staged here, if they have all of it, else in the received file, from which engines
-install. A block is hashed when its last byte has arrived, before readers that wait for it continue; a block with a
-wrong checksum counts as missing again. Bytes in a file from an earlier run are recognized only by their checksums.
+A shard is read from the parts that trainers staged on this host if they contain the whole shard, else from the received
+file, from which engines install. A block is hashed when its last byte has arrived, before readers that wait for it
+continue. A block with a wrong checksum is marked as missing again. Bytes in a file from an earlier run are recognized
+only by their checksums.
 """
 
 import logging
@@ -141,7 +142,8 @@ class StagedVersion:
         return HeldVersion(self.map.version, tuple(self._shards), self.missing(), ranks)
 
     def sums_of(self, shards: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """Hash complete shards; return their blocks' checksums. Raises Permanent for unknown or incomplete shards."""
+        """Hash complete shards; return the checksums of their blocks. Raises Permanent if a shard is unknown or
+        incomplete."""
         chosen = list(dict.fromkeys(shards))
         if faults := [f"there is no shard {name!r}" for name in chosen if name not in self._shards]:
             raise Permanent(f"version {self.map.version}: {'; '.join(faults)}")
@@ -155,7 +157,8 @@ class StagedVersion:
         return {state.map.id: state.own_sums for state in states}
 
     def check(self) -> None:
-        """Hash arrived blocks that were not hashed yet, and copy shards that engines need out of parts."""
+        """Hash arrived blocks that were not hashed yet, and copy shards that engines need from parts into the received
+        file."""
         states = list(self._shards.values())
         self._hash_present([state for state in states if state.map.sums])
         wrong = self.missing()
@@ -164,7 +167,7 @@ class StagedVersion:
             self._copy_out_of_parts(to_copy)
 
     def update_sums(self, version_map: VersionMap) -> None:
-        """Set new checksums for the same shards. Stored blocks with other checksums become missing."""
+        """Set new checksums for the same shards. Stored blocks whose checksums differ are marked as missing."""
         unknown = []
         for shard in version_map.shards:
             state = self._shards[shard.id]
@@ -208,18 +211,19 @@ class StagedVersion:
 
     @property
     def _bytes(self) -> tuple[object, ...]:
-        """Return a key of the bytes that engines load. Overwriting a block with other bytes increases `disagreed`."""
+        """Return a key that changes with the bytes that engines load. Overwriting a block with other bytes increases
+        `disagreed`."""
         return self.identity, frozenset(self._model_has), self.disagreed
 
     @property
     def identity(self) -> str:
-        """Return the version with a digest of its bytes, because another run of a trainer may publish other weights
-        under the same number."""
+        """Return the version number with a digest of the version's checksums, because another run of a trainer may
+        publish other weights under the same number."""
         shards = [(shard.slices, shard.sums) for shard in self.map.shards]
         return f"{self.map.version}:{xxhash.xxh3_64_hexdigest(repr((self.map.tensors, shards)).encode())}"
 
     def is_same(self, order: OpenVersion) -> bool:
-        """Return whether an order is for the same shards of the same files, apart from checksums."""
+        """Return whether an order is for the same shards and unchanged files. Checksums are not compared."""
 
         def without_sums(map: VersionMap) -> VersionMap:
             return replace(map, shards=tuple(replace(shard, sums=()) for shard in map.shards))
@@ -252,7 +256,7 @@ class StagedVersion:
         return SourceFile(number, layout.places, part.boxes)
 
     def _located(self, shard: ShardMap, sources: Sequence[SourceFile]) -> _Shard:
-        """Locate a shard in the staged parts, or in the received file if they lack some of it."""
+        """Locate a shard in the staged parts, or in the received file if the parts lack bytes of the shard."""
         try:
             state = _Shard(shard, locate(shard, self._tensors, sources), in_parts=True)
         except ValueError:  # some of it was not staged here: it is received
@@ -342,7 +346,8 @@ class StagedVersion:
         self._in_threads(self._verify, wanted)
 
     def _in_threads(self, work: Callable[[_Shard, int], _Result], blocks: Sequence[_Block]) -> list[_Result]:
-        """Apply `work` to each block in threads; return the results in order. Hashing releases the GIL."""
+        """Apply `work` to each block in threads; return the results in the order of `blocks`. Hashing releases the
+        GIL."""
         self.hashed_bytes += sum(self._range(*block)[1] for block in blocks)
         with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "sums") as pool:
             return list(pool.map(lambda block: work(*block), blocks))
@@ -356,7 +361,8 @@ class StagedVersion:
             self._judge(state, block, sum)
 
     def _data(self, state: _Shard, offset: int, size: int) -> memoryview:
-        """Return at most one block of a shard. Scattered bytes are copied into a buffer that the thread reuses."""
+        """Return a range of a shard of at most one block. Bytes that are not contiguous are copied into a buffer that
+        the thread reuses."""
         if (data := self.view(state.map.id, offset, size)) is None:
             if not hasattr(self._own, "memory"):
                 self._own.memory = np.empty(self.map.block_bytes, dtype=np.uint8).data
@@ -380,7 +386,8 @@ class StagedVersion:
         state.changed.notify_all()
 
     def _completed(self, state: _Shard, offset: int, size: int) -> list[int]:
-        """Return the blocks that these bytes, perhaps present before, complete. The caller holds the shard's lock."""
+        """Return the blocks that are complete with these bytes, which may have been present before. The caller holds
+        the shard's lock."""
         found = []
         for block in range(offset // self.map.block_bytes, -(-(offset + size) // self.map.block_bytes)):
             first, length = self._range(state, block)
@@ -407,7 +414,8 @@ def _blocks(state: _Shard) -> Iterator[_Block]:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Return a key of the file's current content: a trainer that stages again replaces the file by a rename."""
+    """Return the inode and modification time of a file, which identify its content: a trainer that stages again
+    replaces the file by a rename. Return (-1, -1) if the file cannot be read."""
     try:
         status = path.stat()
     except OSError:
@@ -416,7 +424,7 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _mapped(path: Path) -> Bytes:
-    """Map a file writably. The mapping lives as long as its views, even after the file was deleted."""
+    """Map a file into writable memory. The mapping lives as long as its views, even after the file was deleted."""
     with path.open("r+b") as file:
         return np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)
 

@@ -5,7 +5,7 @@
     v7/model.safetensors        received; engines install from it
     v7/part-RANK.safetensors    staged by a trainer's rank of this host
 
-Other files in the folder are left alone.
+The peer does not change other files in the folder.
 """
 
 import fcntl
@@ -45,8 +45,8 @@ class _State(OpenVersion):
 
 @dataclass(frozen=True, slots=True)
 class RememberedPeer:
-    """The state of a peer that outlives it, apart from versions. `installed` has the `StagedVersion.identity` of the
-    last version installed into each engine, `serving` the URL of each engine that the daemon last assigned."""
+    """The state of a peer that survives its restarts, apart from versions. `installed` has the `StagedVersion.identity`
+    of the last version installed into each engine, `serving` the URL of each engine that the daemon last assigned."""
 
     installed: dict[EngineId, str] = field(default_factory=dict)
     serving: dict[EngineId, str] = field(default_factory=dict)
@@ -69,9 +69,9 @@ class VersionStore:
             self._find(version)
 
     def open(self, order: OpenVersion) -> StagedVersion:
-        """Open a version with its stored bytes. An open version is kept if only its checksums are new; else it is
-        opened again over its files. Raises ProblemFaults for an inconsistent map, and Permanent or Retryable if the
-        version cannot be stored."""
+        """Open a version with its stored bytes. A version that is already open stays open if at most its checksums have
+        changed; else it is opened again from its files. Raises ProblemFaults if the map is inconsistent, Retryable if
+        the version will fit after others are discarded, and Permanent if the version cannot be stored."""
         if faults := _faults(order):
             raise ProblemFaults(faults)
         with self._changing:
@@ -89,7 +89,7 @@ class VersionStore:
             return staged
 
     def version(self, version: int) -> StagedVersion:
-        """Return an open version. Raises Permanent if it is not stored here."""
+        """Return an open version. Raises Permanent if this peer does not store it."""
         try:
             return self.versions[version]
         except KeyError:
@@ -97,8 +97,9 @@ class VersionStore:
             raise Permanent(f"version {version} is not stored on this peer; it stores: {known}") from None
 
     def keep(self, versions: Collection[int]) -> list[int]:
-        """Discard all other versions, and parts staged for older versions that were never opened; return the discarded
-        ones. Parts that a trainer holds are kept, even of a lower version, and so are unopened newer versions."""
+        """Discard all versions except `versions`, including parts staged for older versions that were never opened;
+        return the discarded versions. Parts that a trainer still holds are kept, even for an older version, and so are
+        newer versions that were not opened."""
         with self._changing:
             newest = max(versions, default=-1)
             discarded = []
@@ -123,7 +124,7 @@ class VersionStore:
         return self.folder / f"v{version}"
 
     def note_installed(self, engine: EngineId, identity: str) -> None:
-        """Store which version was installed into an engine, across restarts. An empty identity means unknown."""
+        """Store persistently which version was installed into an engine. An empty identity means that it is unknown."""
         with self._changing:
             self._note(replace(self.state, installed={**self.state.installed, engine: identity}))
 
@@ -150,7 +151,7 @@ class VersionStore:
         return sorted(found)
 
     def _find(self, version: int) -> None:
-        """Open a version that an earlier run left; blocks with wrong checksums count as missing."""
+        """Open a version that an earlier run left. Blocks with wrong checksums are marked as missing."""
         folder = self.folder_of(version)
         state = _read(folder / STATE_FILE, _STATE)
         if state is None or state.map.version != version:
@@ -169,7 +170,8 @@ class VersionStore:
         logger.log(level, "version %d: found in %s, %d bytes hashed, %d missing", version, folder, hashed, lacking)
 
     def _replace_others(self, folder: Path, map: VersionMap) -> None:
-        """Discard received files of another version with the same number. Parts stay: trainers replace them."""
+        """Discard received files of another version with the same number. Parts are kept, because trainers replace
+        them."""
         if not (folder / STATE_FILE).exists():
             return
         state = _read(folder / STATE_FILE, _STATE)
@@ -212,8 +214,9 @@ def _faults(order: OpenVersion) -> list[str]:
 
 
 def _lock(folder: Path) -> int:
-    """Lock the folder, until `close` or the end of the process. Raises Permanent if another peer has it, or if it is a
-    link or belongs to another user, which is possible in a world-writable parent."""
+    """Lock the folder until `close` or the end of the process; return the descriptor of the lock. Raises Permanent if
+    the folder cannot be used, another peer uses it, or it is a link or belongs to another user, which is possible in a
+    world-writable parent."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
@@ -235,7 +238,7 @@ def _lock(folder: Path) -> int:
 
 
 def _read(path: Path, content: TypeAdapter[_Content]) -> _Content | None:
-    """Parse a file; return None if it does not exist or this release cannot read it."""
+    """Parse a file; return None if the file does not exist or this release cannot parse it."""
     try:
         return content.validate_json(path.read_bytes())
     except (OSError, ValidationError):
@@ -253,7 +256,8 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _discard(folder: Path, *, with_parts: bool = True) -> None:
-    """Delete the peer's files in a version's folder, and with parts also the folder if it is then empty."""
+    """Delete the peer's files in a version's folder. If `with_parts`, also delete staged parts, and the folder if it is
+    then empty."""
     ours = [MODEL_FILE, STATE_FILE, f".{STATE_FILE}.*"]
     if with_parts:
         ours += ["part-*.safetensors", ".part-*.safetensors.*"]

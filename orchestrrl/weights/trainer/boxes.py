@@ -1,8 +1,8 @@
-"""Pieces of a version in a trainer rank: each is a box of a whole tensor with its values. No torch.
+"""Pieces of a version in a trainer rank: each is a box of a whole tensor with its values. Does not import torch.
 
 This module maps sharded tensors (DTensor placements) to boxes of the whole tensor, and decides which rank of a host
-stages a piece that several of them have. The ranks exchange their pieces through torch.distributed, if it runs, again
-only when the boxes of a rank change. This is a collective call.
+stages a piece that several ranks have. If torch.distributed runs, the ranks exchange the keys of their pieces in a
+collective call, first at the first publication and then only when the boxes of a rank change.
 """
 
 import itertools
@@ -24,7 +24,7 @@ SPLIT_BYTES = 1024 * 1024  # smaller pieces are not split: one rank stages the w
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
     """A box of a tensor and its values. `values` is an array or a tensor of the box's shape, on any device, with any
-    strides. Its elements have `meta.dtype`, or are converted to it when they are copied."""
+    strides. Its elements have `meta.dtype`, or are converted to that dtype when they are copied."""
 
     meta: TensorMeta
     box: Box
@@ -64,8 +64,9 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 @dataclass(frozen=True, slots=True)
 class AxisCut:
-    """A division of an axis along one mesh dimension: this rank has part `number` of `of`. With `strided_by`, the axis
-    is first cut into that many ranges, and each range is divided (PyTorch's _StridedShard, if TP divides the axis)."""
+    """A division of an axis along one mesh dimension. This rank has the part with index `number` of `of` parts. If
+    `strided_by` is above 1, the axis is first cut into that many ranges, and each range is divided (PyTorch's
+    _StridedShard, if TP divides the axis)."""
 
     axis: int
     of: int
@@ -74,8 +75,8 @@ class AxisCut:
 
 
 def divided(shape: Sequence[int], cuts: Sequence[AxisCut]) -> tuple[tuple[Range, ...], ...]:
-    """Return for each axis the ranges of the whole tensor that a rank has; they are contiguous in the rank's own
-    tensor. Axes are divided as by torch.chunk, so the last part may be shorter or empty."""
+    """Return for each axis the ranges of the whole tensor that a rank has. The ranges follow each other without gaps in
+    the rank's own tensor. Axes are divided as by torch.chunk, so the last part may be shorter or empty."""
     axes: list[tuple[Range, ...]] = [((0, length),) for length in shape]
     for cut in cuts:
         kept: list[Range] = []
@@ -103,8 +104,9 @@ def blocks(axes: Sequence[Sequence[Range]]) -> Iterator[tuple[Box, Box]]:
 
 
 def to_stage(pieces: Sequence[TensorPiece], rank: int, holders: Mapping[int, Sequence[int]]) -> list[TensorPiece]:
-    """Return the pieces that this rank stages. If several ranks of the host have a piece, each stages an equal share of
-    its rows; a small piece is staged by one of them. `holders` are the ranks of this host by `TensorPiece.key`."""
+    """Return the pieces that this rank stages. If several ranks of the host have a piece, each rank stages an equal
+    share of its rows; a small piece is staged by one rank. `holders` has the ranks of this host that have a piece, by
+    `TensorPiece.key`."""
     own: list[TensorPiece] = []
     for piece in pieces:
         ranks = sorted(holders.get(piece.key, (rank,)))
@@ -124,7 +126,8 @@ def to_stage(pieces: Sequence[TensorPiece], rank: int, holders: Mapping[int, Seq
 
 
 def tensors_of(pieces: Sequence[TensorPiece]) -> tuple[TensorMeta, ...]:
-    """Return the tensors of these pieces, sorted by name. Raises Permanent if two pieces of a tensor disagree on it."""
+    """Return the tensors of these pieces, sorted by name. Raises Permanent if two pieces of one tensor differ in its
+    dtype or shape."""
     found: dict[str, TensorMeta] = {}
     for piece in pieces:
         known = found.setdefault(piece.meta.name, piece.meta)
@@ -137,7 +140,7 @@ def tensors_of(pieces: Sequence[TensorPiece]) -> tuple[TensorMeta, ...]:
 
 
 def boxes_of(pieces: Sequence[TensorPiece]) -> dict[str, tuple[Box, ...]]:
-    """Return the boxes of these pieces by tensor, sorted. Neighbours along the first axis are merged."""
+    """Return the sorted boxes of these pieces, keyed by tensor name. Adjacent boxes along the first axis are merged."""
     found: dict[str, list[Box]] = {}
     for piece in sorted(pieces, key=lambda each: (each.meta.name, each.box[1:], each.box)):
         boxes = found.setdefault(piece.meta.name, [])
@@ -153,16 +156,16 @@ def boxes_of(pieces: Sequence[TensorPiece]) -> dict[str, tuple[Box, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class HostRanks:
-    """The run name of all ranks, and by `TensorPiece.key` the ranks of this host that have each of this rank's
-    pieces."""
+    """The run name, which is the same on all ranks, and the ranks of this host that have each of this rank's pieces,
+    keyed by `TensorPiece.key`."""
 
     run: str
     holders: dict[int, tuple[int, ...]]
 
 
 class TrainerRanks:
-    """The publishing ranks: those of `group`, or all of torch.distributed. `run` identifies this start of the trainer;
-    without it, rank 0 chooses a name for all if torch.distributed runs."""
+    """The publishing ranks: the ranks of `group`, or all ranks of torch.distributed. `run` identifies this start of the
+    trainer. If it is empty and torch.distributed runs, rank 0 chooses a name for all ranks."""
 
     def __init__(self, rank: int, world: int, peer: str, group: Any = None, run: str = "") -> None:
         self._rank, self._world, self._peer, self._group = rank, world, peer, group
@@ -172,8 +175,8 @@ class TrainerRanks:
         self._keys: tuple[int, ...] = ()
 
     def neighbours(self, pieces: Sequence[TensorPiece]) -> HostRanks:
-        """Exchange pieces with the other ranks. A collective call, unless this is the only rank. Raises Permanent if
-        rank and world differ from torch.distributed's."""
+        """Exchange the keys of pieces with the other ranks. A collective call, unless this is the only rank. Raises
+        Permanent if rank and world differ from torch.distributed's."""
         distributed = self._distributed()
         if distributed is None:
             # Without torch.distributed, each rank stages all of its pieces.
@@ -214,7 +217,7 @@ class TrainerRanks:
         return HostRanks(told[0][1], {key: tuple(ranks) for key, ranks in holders.items()})
 
     def _gathered(self, distributed: Any, own: object) -> list[Any]:
-        """Gather one object of each rank; return them in order of ranks."""
+        """Gather one object from each rank; return the objects sorted by rank."""
         told: list[Any] = [None] * self._world
         distributed.all_gather_object(told, own, group=self._group)
         return told

@@ -4,9 +4,10 @@
     report = client.publish(version, model)  # returns when every engine serves the version
     handle = client.start_publish(version, model, install="next_pause")  # handle.result() waits
 
-Every rank calls it. `publish` copies the weights into a folder, from which this host's peer (`orchestrrl sync peer`)
-serves them, and notifies the daemon. The model may change once `publish` or `start_publish` has returned. The client
-runs in the trainer's environment and needs grpcio, protobuf, pydantic, aiohttp and numpy, and torch to publish tensors.
+Every rank must make these calls. `publish` copies the weights into a folder, from which this host's peer
+(`orchestrrl sync peer`) serves them, and notifies the daemon. The model may change once `publish` or `start_publish`
+has returned. The client runs in the trainer's environment and needs grpcio, protobuf, pydantic, aiohttp and numpy, and
+torch to publish tensors.
 """
 
 import asyncio
@@ -70,8 +71,8 @@ _ADVICE = {
 
 
 class SyncAborted(Permanent):
-    """Raised if a sync was aborted and the fleet keeps its previous version. `report` has the reason. The version may
-    be published again."""
+    """Raised if a sync was aborted and the fleet keeps its previous version. `report` has the reason. The aborted
+    version may be published again."""
 
     def __init__(self, report: SyncReport) -> None:
         advice = _ADVICE.get(report.code, "see `orchestrrl sync history`")
@@ -118,8 +119,8 @@ class PublishInProgress:
     def result(self, timeout_s: float | None = None) -> SyncReport:
         """Wait until the sync is done or superseded by a newer version; return its report. Raises SyncAborted if
         engines keep the previous version, Permanent or ProblemFaults if the daemon rejects the publication, Retryable
-        or OutcomeUnknown if the daemon is away for longer than the client's patience, and Retryable after
-        `timeout_s`."""
+        or OutcomeUnknown if the daemon is unreachable for longer than the client's `patience_s`, and Retryable if the
+        sync takes longer than `timeout_s`."""
         try:
             report = self._future.result(timeout_s)
         except CancelledError:
@@ -137,11 +138,11 @@ class PublishInProgress:
 class WeightsClient:
     """The client of one trainer rank, which publishes the rank's weights.
 
-    `peer` and `folder` are those of the peer on this rank's host; the default folder is the peer's default. `rank` and
-    `world` count the publishing ranks and must agree with torch.distributed, if it runs; pass `group` if only some
-    ranks publish. `run` identifies this start of the trainer and must be equal on all ranks; it is needed only without
-    torch.distributed. `dtype` is the default for floating-point tensors. Publishing fails if the daemon is unreachable
-    for more than `patience_s`.
+    `peer` and `folder` are the id and the folder of the peer on this rank's host; the default folder is the peer's
+    default. `rank` is the index of this rank among the `world` publishing ranks. Both must agree with
+    torch.distributed, if it runs; pass `group` if only some ranks publish. `run` identifies this start of the trainer
+    and must be equal on all ranks; it is needed only without torch.distributed. `dtype` is the default for
+    floating-point tensors. Publishing fails if the daemon is unreachable for more than `patience_s`.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class WeightsClient:
         return self.start_publish(version, model, **options).result()
 
     def start_publish(self, version: int, model: Any, **options: Unpack[ModelOptions]) -> PublishInProgress:
-        """Start to publish like `publish`; return as soon as the model may change again."""
+        """Start to publish like `publish`, but return as soon as the model may change again."""
         if (backend := options.get("backend", TREE)) != TREE:
             raise Permanent(f"backend {backend!r} sends from the trainer's process: call publish, which blocks")
         began_s = self._begun()
@@ -210,8 +211,8 @@ class WeightsClient:
         return self._publish(version, pieces, copies, began_s, options)
 
     def publish_arrays(self, version: int, arrays: Arrays, **options: Unpack[PublishOptions]) -> SyncReport:
-        """Publish without torch: whole arrays by name, or pieces of tensors. Only pieces can have a dtype that numpy
-        does not support; see ArrayCopies."""
+        """Publish whole arrays by name, or pieces of tensors, without torch. Only pieces can have a dtype that numpy
+        does not support; see ArrayCopies. Returns and raises as `publish` does."""
         return self.start_publish_arrays(version, arrays, **options).result()
 
     def start_publish_arrays(
@@ -223,8 +224,8 @@ class WeightsClient:
 
     def next_version(self) -> int:
         """Return a number above every version that the fleet has or is receiving, for a trainer that starts or
-        restarts. The daemon rejects a committed version number with other content. Every rank must call it. Raises
-        Retryable or OutcomeUnknown if the daemon is away for longer than the client's patience."""
+        restarts. The daemon rejects a committed version number with other content. Every rank must call this method.
+        Raises Retryable or OutcomeUnknown if the daemon is unreachable for longer than the client's `patience_s`."""
         return self._ranks.of_the_first(lambda: self._submit(self._next_version()).result())
 
     def close(self) -> None:
@@ -282,7 +283,7 @@ class WeightsClient:
         return Publication(*own, boxes={}, began_s=began_s, run=f"{run}-{self._times}", **chosen)
 
     def _send(self, version: int, model: Any, options: ModelOptions) -> SyncReport:
-        """Publish through a direct backend, which sends from the trainer's process."""
+        """Publish through a direct backend, which sends the weights from the trainer's process; return the report."""
         began_s, name = self._begun(), options["backend"]
         if options.get("shards") is not None:
             raise Permanent(f"backend {name!r} supports modules and DTensors, not the shards of a Megatron rank")
@@ -368,7 +369,8 @@ class WeightsClient:
     async def _follow(
         self, publication: Publication, handle: PublishInProgress, on_report: Callable[[SyncReport], None]
     ) -> SyncReport:
-        """Publish to the daemon and follow the sync until it is over; publish again after each lost connection."""
+        """Publish to the daemon, follow the sync until it is over, and return its report. If the connection is lost,
+        publish again."""
         request = weights_pb2.PublishRequest(publication_json=PUBLICATION.dump_json(publication).decode())
         rng = random.Random(f"{publication.run} {publication.rank} {publication.version}")
         failures, since_s = 0, 0.0  # number of consecutive failures, and time of the first

@@ -1,9 +1,10 @@
-"""Map a Megatron rank's fused and sharded tensors to pieces of whole tensors under Hugging Face's names. Pure.
+"""Map a Megatron rank's fused and sharded tensors to pieces of whole tensors under Hugging Face's names.
 
-`linear_qkv` has the rows of one KV group after another. `linear_fc1` of a gated MLP has this rank's rows of gate and of
-up. A vocabulary has padding rows. Layers are counted from 0 on each stage, and experts on each rank. Nothing is
-gathered: every piece is a view of the rank's own tensor. Names are those of Megatron-core's GPTModel, with local layers
-and with Transformer Engine's layers, in which a norm is part of the following linear layer.
+`linear_qkv` has the rows of one KV group after another. `linear_fc1` of a gated MLP has this rank's rows of the gate
+projection, then those of the up projection. A vocabulary has padding rows. Layers are numbered from 0 on each stage,
+and experts from 0 on each rank. Tensors are not gathered: every piece is a view of the rank's own tensor. Names are
+those of Megatron-core's GPTModel, with local layers and with Transformer Engine's layers, in which a norm is part of
+the following linear layer.
 """
 
 import re
@@ -27,8 +28,9 @@ _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
 
 @dataclass(frozen=True, slots=True)
 class MegatronShards:
-    """The model, its parallel layout, and the rank whose tensors are published. Layer numbers in names count from 0 on
-    each stage (across its chunks), as in Megatron (`layers` is "stage"), or through the model ("model")."""
+    """The model, its parallel layout, and the rank whose tensors are published. If `layers` is "stage", as in Megatron,
+    layer numbers in names start from 0 on each stage (across its chunks); if it is "model", they are those of the whole
+    model."""
 
     model: TransformerParameters
     layout: TrainerLayout
@@ -48,8 +50,8 @@ def megatron_pieces(
     rename: Callable[[str], str | None] = lambda name: name,
 ) -> list[TensorPiece]:
     """Return the pieces of a rank's tensors. `chunks` has the tensors by Megatron's names, one mapping for each
-    pipeline chunk; `dtype_of` returns the published dtype. Raises Permanent with all tensors that are missing or have
-    another shape. Tensors that are not parameters of the model are not published."""
+    pipeline chunk; `dtype_of` returns the published dtype. Tensors that are not parameters of the model are not
+    published. Raises Permanent, listing the tensors, if tensors are missing or have an unexpected shape."""
     named = _through_the_model(chunks, shards)
     faults: list[str] = []
     pieces: list[TensorPiece] = []
@@ -65,7 +67,8 @@ def megatron_pieces(
 
 
 def _through_the_model(chunks: Sequence[Mapping[str, Any]], shards: MegatronShards) -> dict[str, Any]:
-    """Return all tensors by name, with layers numbered through the whole model."""
+    """Return all tensors by name, with the layer numbers of the whole model. Raises Permanent if a layer number exceeds
+    those of the stage."""
     layout = shards.layout
     stage = shards.rank // (len(layout.endpoints) // layout.pp)
     layers = [layer for layer in range(shards.model.layers) if stage in layout.stages(layer)]
@@ -92,7 +95,8 @@ def _through_the_model(chunks: Sequence[Mapping[str, Any]], shards: MegatronShar
 def _blocks_of(
     parameter: Parameter, local: LocalShard, model: TransformerParameters, named: Mapping[str, Any], faults: list[str]
 ) -> Iterator[tuple[Any, Box, Box, str, tuple[int, ...]]]:
-    """Yield one parameter's boxes on this rank, as (tensor, box in it, box in the published tensor, name, shape)."""
+    """Yield one parameter's boxes on this rank, as (tensor, box in the tensor, box in the published tensor, published
+    name, published shape). Adds a fault for each tensor that is missing or has an unexpected shape."""
     tensors = _tensors(parameter, local, model, named, faults)
     skip = 1 if parameter.split.has_experts else 0  # each expert is a tensor of its own here, not an axis
     at = 0
@@ -136,7 +140,8 @@ def _published(parameter: Parameter, part: str, expert: int) -> str:
 def _tensors(
     parameter: Parameter, local: LocalShard, model: TransformerParameters, named: Mapping[str, Any], faults: list[str]
 ) -> dict[int, Any]:
-    """Return this rank's tensors of a parameter by expert number; a parameter without experts has one, under 0."""
+    """Return this rank's tensors of a parameter by expert number. A parameter without experts has one tensor, with
+    number 0."""
     first, last = local.boxes[0][0] if parameter.split.has_experts else (0, 1)
     found = {}
     for number in range(first, last):

@@ -1,8 +1,8 @@
-"""Stage the tensors of a trainer rank, or of a checkpoint, in a file that the host's peer serves. No torch.
+"""Stage the tensors of a trainer rank, or of a checkpoint, in a file that the host's peer serves.
 
 A file is written under a temporary name and renamed when it is complete, so that an interrupted write is never used.
-Space is allocated before anything is copied: a full /dev/shm would otherwise kill the process at the first page without
-memory.
+Space is allocated before bytes are copied: a full /dev/shm would otherwise kill the process at the first page without
+memory. This module does not import torch.
 """
 
 import mmap
@@ -59,8 +59,8 @@ class StagedRank:
 def stage(
     folder: Path, version: int, rank: int, world: int, pieces: Sequence[TensorPiece], copies: PieceCopies
 ) -> StagedRank:
-    """Stage a rank's pieces of a version; the complete file replaces an earlier one of the rank. Raises Permanent if
-    there is not enough space or the folder cannot be written."""
+    """Stage a rank's pieces of a version. When the file is complete, it replaces an earlier file of the rank. Raises
+    Permanent if there is not enough space or the folder cannot be written."""
     tensors = tensors_of(pieces)
     part = StagedPart(rank, boxes_of(pieces))
     size = sum(piece.bytes for piece in pieces)
@@ -146,7 +146,8 @@ def _no_room(home: Path, size: int) -> str:
 
 
 def checkpoint_pieces(folder: Path) -> list[TensorPiece]:
-    """Return a checkpoint's tensors, sorted by name, for `publish_arrays`. Raises Permanent with one line per fault."""
+    """Return a checkpoint's tensors, sorted by name, for `publish_arrays`. Raises Permanent, with one line per fault,
+    if the checkpoint cannot be read or has unsupported tensors."""
     if not folder.is_dir():
         raise Permanent(f"{folder}: not a directory")
     try:
@@ -166,8 +167,8 @@ def checkpoint_pieces(folder: Path) -> list[TensorPiece]:
 
 
 def _checkpoint_values(data: memoryview, meta: TensorMeta) -> "np.ndarray[tuple[int, ...], np.dtype[np.generic]]":
-    """Return the tensor's bytes as an array of unsigned integers of the element width. Data that is not aligned to this
-    width is copied."""
+    """Return the tensor's bytes as an array of unsigned integers with the width of the dtype. Data that is not aligned
+    to this width is copied."""
     width = DTYPE_BYTES[meta.dtype]
     plain = np.frombuffer(data, dtype=np.uint8)
     if plain.ctypes.data % width:

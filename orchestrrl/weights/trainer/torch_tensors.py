@@ -34,9 +34,10 @@ def pieces_of(
 ) -> list[TensorPiece]:
     """Return this rank's pieces of a module, or of a state dict with whole tensors and DTensors, without gathering.
 
-    Floating-point tensors are published as `dtype` ("bf16" or torch.bfloat16). With `tied="once"`, only the first of
-    several names that share a tensor is published, as Hugging Face saves them; with "each", all are. `ignore` has
-    names, or name prefixes that end in a dot, to leave out. Raises Permanent with all tensors that cannot be published.
+    Floating-point tensors are published as `dtype` ("bf16" or torch.bfloat16). With `tied="once"`, a tensor with
+    several names is published only under the first, as Hugging Face saves it; with "each", under every name. `ignore`
+    has names, or name prefixes that end in a dot, to leave out. Raises Permanent, listing the tensors, if tensors
+    cannot be published.
     """
     pieces: list[TensorPiece] = []
     for name, tensor, local in _publishable(model, tied, rename, ignore):
@@ -61,8 +62,8 @@ def state_of(model: Any) -> Mapping[str, Any]:
 
 
 def published_dtype(dtype: Any, wanted: Any) -> str:
-    """Return the safetensors name of the dtype in which a tensor is published: `wanted` for floating point if given,
-    else its own. Raises Permanent for an unsupported dtype."""
+    """Return the safetensors name of the dtype in which a tensor is published: `wanted`, if it is given and the tensor
+    is a floating-point tensor, else the tensor's own dtype. Raises Permanent if the dtype is unsupported."""
     own = _DTYPES.get(str(dtype).removeprefix("torch."))
     if own is None:
         raise Permanent(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype}")
@@ -141,7 +142,8 @@ def _cuts(meta: TensorMeta, mesh: Any, placements: Sequence[Any]) -> list[AxisCu
 
 
 class TensorCopies:
-    """Copies torch tensors. CUDA tensors go through two pinned buffers: one is filled while the other is copied."""
+    """Copies torch tensors. CUDA tensors are copied through two pinned buffers: one buffer is filled from the device
+    while the other is copied to the file."""
 
     def __init__(self) -> None:
         self.offload_s = 0.0
@@ -203,8 +205,9 @@ class TensorCopies:
 def named_tensors(
     model: Any, dtype: Any, rename: Rename | None, ignore: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, TensorMeta]]:
-    """Return the tensors of a module or state dict by their names for engines, and the published form of each. Of names
-    that share a tensor, only the first is returned. Raises Permanent with all tensors that cannot be published."""
+    """Return the tensors of a module or state dict and their published metadata, both by their names for engines. A
+    tensor with several names is returned only under the first. Raises Permanent, listing the tensors, if tensors cannot
+    be published."""
     tensors = {name: tensor for name, tensor, _ in _publishable(model, "once", rename, ignore)}
     return tensors, {
         name: TensorMeta(name, published_dtype(tensor.dtype, dtype), tuple(tensor.shape))
@@ -215,7 +218,8 @@ def named_tensors(
 def _publishable(
     model: Any, tied: Tied, rename: Rename | None, ignore: Sequence[str]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, tensor, local part on this rank). Raises Permanent with all tensors that cannot be published."""
+    """Yield (name, tensor, local part on this rank). Raises Permanent, listing the tensors, if tensors cannot be
+    published."""
     faults: list[str] = []
     seen: set[tuple[Any, ...]] = set()
     for name, tensor in _named(state_of(model), rename, ignore):

@@ -1,1 +1,1 @@
-"""Transports, which move bytes from one peer to another: a plug point with one file per transport."""
+"""Transports, which move bytes from one peer to another: a plug point with one module per transport."""

@@ -14,21 +14,23 @@ SMALL_BYTES = 64
 
 
 class LinkBroken(Retryable):
-    """Raised if the other endpoint closed the link or no byte moved for too long. Chunks that arrived are intact."""
+    """Raised if the other endpoint closed the link or no byte moved within the time limit. Chunks that arrived are
+    intact."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, after_s=1.0)
 
 
 class NotYet(LinkBroken):
-    """Raised if the other endpoint has not connected in time. The caller may repeat the call."""
+    """Raised if the other endpoint has not connected within the time limit. The caller may repeat the call."""
 
 
 class PendingChunk(Protocol):
     """A chunk in flight. Chunks of a link must be waited for in the order in which they were submitted."""
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the chunk is sent or received and the caller may reuse the buffer. Raises LinkBroken."""
+        """Wait until the chunk is sent or received and the caller may reuse the buffer. Raises LinkBroken if the link
+        breaks or no byte moves for `timeout_s`."""
         ...
 
 
@@ -40,7 +42,8 @@ class OutgoingLink(Protocol):
     """
 
     def send(self, chunk: memoryview) -> PendingChunk:
-        """Start to send a chunk. Its memory must not change until it has been waited for. Raises LinkBroken."""
+        """Start to send a chunk. Its memory must not change until the caller has waited for it. Raises LinkBroken if
+        the link is broken or closed."""
         ...
 
     def close(self) -> None:
@@ -52,27 +55,29 @@ class IncomingLink(Protocol):
     """The receiver's endpoint. The limits on chunks in flight and the rules of `close` are those of OutgoingLink."""
 
     def receive(self, into: memoryview) -> PendingChunk:
-        """Start to receive a chunk into `into`. Both endpoints must use the same chunk sizes. Raises LinkBroken."""
+        """Start to receive a chunk into `into`. Both endpoints must use the same chunk sizes. Raises LinkBroken if the
+        link is broken or closed."""
         ...
 
     def close(self) -> None: ...
 
 
 class Transport(Protocol):
-    """A transport of one process. It is constructed with the address on which it listens and that other peers reach.
-    Construction opens nothing; `open` does."""
+    """A transport of one process. It is constructed with the address on which it listens and at which other peers reach
+    it. Construction opens no connections; `open` starts to listen."""
 
     def open(self) -> str:
         """Start to listen; return the address to which other peers connect."""
         ...
 
     def accept(self, key: str, timeout_s: float) -> IncomingLink:
-        """Return the receiver's endpoint of link `key` once the sender dials. Raises LinkBroken; NotYet on timeout."""
+        """Return the receiver's endpoint of link `key` once the sender dials. Raises NotYet if it does not dial within
+        `timeout_s`, and LinkBroken if the connection fails or the transport is closed."""
         ...
 
     def dial(self, address: str, key: str, timeout_s: float) -> OutgoingLink:
-        """Return the sender's endpoint of link `key` once the receiver has accepted. Raises NotYet after `timeout_s`,
-        and LinkBroken if nothing listens at the address."""
+        """Return the sender's endpoint of link `key` once the receiver has accepted it. Raises NotYet if the receiver
+        has not accepted within `timeout_s`, and LinkBroken if no process listens at the address."""
         ...
 
     def close(self) -> None:
@@ -92,7 +97,7 @@ TRANSPORTS = PlugPoint(
 
 
 def make_transport(name: str, host: str) -> Transport:
-    """Create the transport `name` for `host`, the address on which it listens and that other peers reach. Raises
-    Permanent for an unknown name (listing the known ones) and for a missing requirement."""
+    """Create the transport `name` for `host`, the address on which it listens and at which other peers reach it. Raises
+    Permanent if the name is unknown (listing the known names) or a requirement of the transport is missing."""
     transport: Transport = TRANSPORTS.load(name)(host)
     return transport

@@ -4,9 +4,9 @@
         def make_transport(self) -> Transport:
             return MyTransport("127.0.0.1")
 
-Two transports exchange data within one process; each endpoint of a link has its own thread. Without pytest, as in an
-environment with torch, `python -m orchestrrl.weights.transports.conformance NAME` runs the suite for a transport by
-name, on the loopback interface.
+Two transports exchange data within one process; each endpoint of a link has its own thread. In an environment without
+pytest, such as a trainer's, `python -m orchestrrl.weights.transports.conformance NAME` runs the suite for the transport
+NAME on the loopback interface.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ class TwoPeers:
         self, link: tuple[OutgoingLink, IncomingLink], chunks: Sequence[bytes], *, closes: bool = False
     ) -> None:
         """Send chunks and check that they arrive unchanged and in order. With `closes`, the sender closes the link as
-        soon as it has sent them."""
+        soon as it has sent the chunks."""
 
         def send() -> None:
             send_all(link[0], chunks)
@@ -104,7 +104,7 @@ def send_all(link: OutgoingLink, chunks: Sequence[bytes]) -> None:
 
 
 def receive_all(link: IncomingLink, sizes: Sequence[int]) -> list[bytes]:
-    """Receive chunks of these sizes, each into its own buffer."""
+    """Receive chunks of these sizes, each into its own buffer, and return their contents."""
     into = [bytearray(size) for size in sizes]
     _two_in_flight(link.receive, into)
     return [bytes(each) for each in into]
@@ -121,7 +121,7 @@ def _two_in_flight(begin: Callable[[memoryview], PendingChunk], chunks: Sequence
 
 
 class TransportConformance:
-    """The tests that every transport must pass. Each test has its own pair of transports, `two`."""
+    """The tests that every transport must pass. Each test has a separate pair of transports, the fixture `two`."""
 
     def make_transport(self) -> Transport:
         raise TypeError(f"{type(self).__name__} must implement make_transport")

@@ -1,8 +1,8 @@
 """Links that are torch.distributed process groups of two ranks each: the common part of the gloo and NCCL transports.
 
 The sender connects to the receiver's listener, which answers with the address of a store in its process and a prefix
-that is unique to the link. The socket of this rendezvous stays open for the lifetime of the group: the receiver uses it
-to confirm that it has received everything, and its end shows that the other process has gone.
+that is unique to the link. The socket of this rendezvous stays open for the lifetime of the group. The receiver uses
+it to confirm that it has received all chunks, and its end shows that the other process has exited.
 """
 
 import contextlib
@@ -86,8 +86,8 @@ class GroupTransport(ABC):
 
 
 class JoinedGroup(ABC):
-    """A process group of two ranks, used by one of them. `lingers` is set if bytes may be lost when the sender leaves
-    before the receiver has received all of them."""
+    """A process group of two ranks, as seen by one rank. `lingers` is set if bytes may be lost when the sender leaves
+    before the receiver has received all bytes."""
 
     lingers: bool
 
@@ -97,14 +97,15 @@ class JoinedGroup(ABC):
 
     @abstractmethod
     def send(self, chunk: torch.Tensor) -> Wait:
-        """Start to send; return a function that waits for the end. Raises RuntimeError."""
+        """Start to send; return a function that waits until the chunk is sent. Raises RuntimeError if the group has
+        failed."""
 
     @abstractmethod
     def receive(self, into: torch.Tensor) -> Wait: ...
 
     @abstractmethod
     def interrupt(self) -> None:
-        """Make a wait in another thread raise RuntimeError. The group cannot be used afterwards."""
+        """Make a pending wait in another thread raise RuntimeError. The group cannot be used afterwards."""
 
     @abstractmethod
     def leave(self) -> None:
@@ -152,7 +153,8 @@ class _GroupLink:
                 raise LinkBroken(_short(error)) from error
 
     def close(self) -> None:
-        """Close the link, from its own thread or from another one while the link's thread waits."""
+        """Close the link. May be called from the link's own thread, or from another thread while the link's thread
+        waits."""
         if not self._at_work.acquire(blocking=False):
             self._interrupted = True
             if (joined := self._joined) is not None:
@@ -170,7 +172,7 @@ class _GroupLink:
             self._at_work.release()
 
     def _send_farewell(self) -> None:
-        """Complete the link after all of its chunks have been waited for."""
+        """End the link in agreement with the other endpoint. Called after the caller has waited for all chunks."""
 
 
 class GroupOutgoing(_GroupLink):
@@ -178,7 +180,7 @@ class GroupOutgoing(_GroupLink):
         return self._begin(chunk, lambda joined, tensor: joined.send(tensor))
 
     def _send_farewell(self) -> None:
-        """Wait until the receiver confirms that it has all chunks, or has gone."""
+        """Wait until the receiver confirms that it has all chunks or disconnects, for at most `FAREWELL_S`."""
         with contextlib.suppress(OSError):  # the receiver has gone
             self._meeting.settimeout(FAREWELL_S)
             self._meeting.shutdown(socket.SHUT_WR)

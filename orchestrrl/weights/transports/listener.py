@@ -7,7 +7,7 @@ connections are limited in bytes, time and number, and are closed without an ans
     receiver: magic, version, length of the answer (2 bytes), answer
 
 A transport with its own connections (gloo, NCCL) uses the listener for rendezvous and keeps the socket open, because
-its end shows at once that the other process has gone.
+the end of this connection shows at once that the other process has exited.
 """
 
 import asyncio
@@ -54,7 +54,8 @@ class LinkListener:
         self._closed = False
 
     def open(self) -> str:
-        """Start to listen; return the address as `host:port`, with an IPv6 host in brackets. Raises OSError."""
+        """Start to listen; return the address as `host:port`, with an IPv6 host in brackets. Raises OSError if the host
+        cannot be resolved or bound."""
         family, _, _, _, place = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0]
         server = socket.create_server((str(place[0]), 0), family=family, backlog=256)
         server.setblocking(False)
@@ -72,8 +73,8 @@ class LinkListener:
         return address_of(self._host, server.getsockname()[1])
 
     def accept(self, key: str, timeout_s: float, answer: bytes = b"") -> socket.socket:
-        """Return a blocking socket to the sender of link `key`, after sending it `answer`. Raises NotYet after
-        `timeout_s`, and LinkBroken once the listener is closed."""
+        """Wait for the sender of link `key`, send it `answer`, and return a blocking socket to it. Raises NotYet if the
+        sender does not connect within `timeout_s`, and LinkBroken if the listener is closed."""
         until_s = time.monotonic() + timeout_s
         with self._changed:
             while True:
@@ -162,7 +163,8 @@ def _run(loop: asyncio.AbstractEventLoop, attending: asyncio.Task[None]) -> None
 
 
 async def _heard(came: socket.socket, size: int) -> bytes:
-    """Receive exactly `size` bytes: later bytes belong to the link. Raises ValueError at the end of the stream."""
+    """Receive exactly `size` bytes, because later bytes belong to the link. Raises ValueError if the stream ends
+    before."""
     heard = b""
     while len(heard) < size:
         part = await asyncio.get_running_loop().sock_recv(came, size - len(heard))
@@ -174,7 +176,8 @@ async def _heard(came: socket.socket, size: int) -> bytes:
 
 def knock(address: str, key: str, timeout_s: float, buffer_bytes: int = 0) -> tuple[socket.socket, bytes]:
     """Connect to a receiver for link `key`; return a blocking socket and the receiver's answer once it has accepted.
-    Raises NotYet after `timeout_s`, and LinkBroken."""
+    Raises NotYet if the receiver has not accepted within `timeout_s`, and LinkBroken if the connection fails or the
+    answer is invalid."""
     said = key.encode()
     if len(said) > MOST_BYTES:
         raise ValueError(f"a key must have at most {MOST_BYTES} bytes, got {len(said)}")
@@ -223,8 +226,8 @@ def _connect(address: str, until_s: float, timeout_s: float, buffer_bytes: int) 
 
 
 def widen(sock: socket.socket, buffer_bytes: int) -> None:
-    """Set the socket's buffer sizes. If the kernel allows less, or for 0, leave them to the kernel's autotuning: a size
-    that the kernel cuts would never grow."""
+    """Set the socket's buffer sizes to `buffer_bytes`. If it is 0 or the kernel allows less, leave the sizes to the
+    kernel's autotuning, because a buffer whose size the kernel has limited would never grow."""
     for option, limit in ((socket.SO_SNDBUF, "wmem_max"), (socket.SO_RCVBUF, "rmem_max")):
         if 0 < buffer_bytes <= _allowed_bytes(limit):
             sock.setsockopt(socket.SOL_SOCKET, option, buffer_bytes)
@@ -267,7 +270,7 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
 
 
 def _is_there(sock: socket.socket) -> bool:
-    """Return whether the other endpoint has not closed the connection."""
+    """Return whether the connection is open, that is, the other endpoint has not closed it."""
     try:
         return sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
     except BlockingIOError:

@@ -4,8 +4,9 @@ It was written without access to a GPU: construction, errors and the part shared
 transfer between two GPUs is not. NCCL refuses two ranks on one GPU, so such a test needs two processes with one GPU
 each.
 
-A chunk has a buffer on the GPU from its start until it has been waited for: with two chunks in flight, two buffers and
-a small one. A receive is a kernel that runs until its bytes have arrived; each link has its own stream.
+A chunk has a buffer on the GPU from its start until the caller has waited for it, so a link with two chunks and a small
+message in flight has three buffers. A receive is a kernel that runs until its bytes have arrived; each link has its own
+stream.
 """
 
 import time
@@ -22,7 +23,7 @@ POLL_S = 0.0005
 
 
 class NcclTransport(GroupTransport):
-    """The NCCL transport. Chunks go through the memory of the process's first GPU."""
+    """The NCCL transport. Chunks are copied through the memory of the process's first GPU."""
 
     def __init__(self, host: str) -> None:
         if not torch.cuda.is_available() or not dist.is_nccl_available():
@@ -75,7 +76,8 @@ class _Nccl(JoinedGroup):
         return wait
 
     def _until(self, work: Any, timeout: timedelta) -> None:
-        """Wait by polling, because NCCL's own wait blocks the stream and not the calling thread."""
+        """Wait for `work` by polling, because NCCL's own wait blocks the stream and not the calling thread. Raises
+        RuntimeError if the work fails, does not end within `timeout`, or the link is closed."""
         until_s = time.monotonic() + timeout.total_seconds()
         while not work.is_completed():
             if self._interrupted:

@@ -47,7 +47,7 @@ class TcpTransport:
 
 
 class _Chunk:
-    """The unsent or unfilled rest of a chunk. Bytes move while a caller waits for one of the link's chunks."""
+    """The part of a chunk that is not yet sent or received. Bytes move while a caller waits for a chunk of the link."""
 
     def __init__(self, link: "_Link", rest: memoryview) -> None:
         self.link = link
@@ -113,7 +113,8 @@ class _Link(ABC):
 
     @abstractmethod
     def _move(self, rest: memoryview) -> int:
-        """Move as many bytes of `rest` as possible within the time limit; return the number. Raises OSError."""
+        """Move as many bytes of `rest` as possible within the time limit; return their number, 0 if the other endpoint
+        has closed the link. Raises OSError if no byte moves within the time limit or the connection is lost."""
 
 
 class TcpOutgoing(_Link):

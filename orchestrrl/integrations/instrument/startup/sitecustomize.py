@@ -1,7 +1,7 @@
 """Enable the recorder at Python startup if ORCHESTRRL_RECORDER is set. Python runs this file if its folder is on
 PYTHONPATH.
 
-It also runs the `sitecustomize` that it shadows. No error here prevents a program from starting.
+It also runs the `sitecustomize` that it shadows. Errors in this file do not prevent a program from starting.
 """
 
 import importlib

@@ -179,7 +179,7 @@ class WeightsEngine(Protocol):
     async def load_weights(self, folder: Path | str, version: int, known_sum: str | None = "") -> LoadedWeights:
         """Load a checkpoint from a folder on the engine's host, discard all KV, and set the version. Afterwards the
         engine is paused only if it was paused before. `known_sum` is the folder's checksum if it is already known; with
-        None, no checksum is computed and the engine need not be able to store a version.
+        None, no checksum is required, and the engine need not support setting a version.
 
         Raises Retryable or Permanent if the engine still has its old weights. Raises OutcomeUnknown if the engine may
         have other weights or a mixture of two versions; it then stays paused until a load succeeds."""

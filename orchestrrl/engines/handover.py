@@ -1,10 +1,10 @@
 """The command-line flags and body fields for moving a running request between two vLLM servers with its KV.
 
-Has no side effects. The server side is `orchestrrl/integrations/instrument`. The router moves a request in three steps:
+The functions only build values. The server side is `orchestrrl/integrations/instrument`. A move takes three steps:
 
-1. Send every attempt that may move with `saving(...)` in its body, under a unique entry id.
-2. Abort the attempt. The source saves the KV of all its tokens, prompt and generated, while other requests run.
-3. Send the destination the prompt and generated ids as one prompt, with `loading(...)` of the attempt's entry.
+1. The router sends every attempt that may move with `saving(...)` in its body, under a unique entry id.
+2. It aborts the attempt. The source saves the KV of all prompt and generated tokens, while other requests run.
+3. It sends the destination the prompt and generated ids as one prompt, with `loading(...)` of the attempt's entry.
 
 If a step fails, the destination recomputes the KV: the answer is the same and only time is lost. `weights` names the
 weight version that computed the attempt's first token (and the model, if several models share a directory). A request

@@ -113,8 +113,8 @@ class ChunkReader:
 
 
 def _frame(data: bytes) -> tuple[bytes, bytes, bytes] | None:
-    """Return the bytes of an event before its text, between its text and tokens, and after its tokens. None if the
-    event is not plain, so that others cannot be read by position."""
+    """Return the bytes of an event before its text, between its text and tokens, and after its tokens. None if other
+    events cannot be compared with this event, because it is not plain."""
     text_at = next((at + len(name) for name in _TEXTS if (at := data.find(name)) >= 0), -1)
     text_stop = data.find(b'"', text_at)
     ids_at = next((at + len(name) for name in _TOKENS if (at := data.find(name, text_stop)) >= 0), -1)

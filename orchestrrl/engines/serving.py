@@ -1,4 +1,4 @@
-"""The model, precision, parallel layout and hardware of an engine, which determine its step times, without I/O."""
+"""The model, precision, parallel layout and hardware of an engine, which determine its step times."""
 
 import re
 from collections.abc import Iterable, Mapping

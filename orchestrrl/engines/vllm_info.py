@@ -36,8 +36,8 @@ _SAMPLES = tuple(f"{name}{{" for name in _NAMES)
 
 @dataclass(frozen=True, slots=True)
 class VllmServerInfo:
-    """The configuration of a vLLM server. None and False also mean not reported. Only the layout can change while the
-    server runs."""
+    """The configuration of a vLLM server. A field is None or False, too, if the server does not report it. Only the
+    layout can change while the server runs."""
 
     max_sequences: int | None = None  # sum over the server's replicas
     replicas: int | None = None  # data-parallel replicas including those of other servers; `serving` has its own

@@ -57,8 +57,9 @@ class ManagedVllm:
     async def ask(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
     ) -> Any:
-        """Return the JSON answer. Raises Retryable, Permanent (RequestRefused if the server rejects the call), or
-        OutcomeUnknown if the call may have taken effect."""
+        """Send a call and return the JSON answer. Raises Retryable if the server is unreachable or busy, Permanent if
+        the answer is invalid (RequestRefused if the server rejects the call), and OutcomeUnknown if the call may have
+        taken effect."""
         status, text = await self.exchange(method, path, body, timeout_s)
         if status != 200:
             raise failure(self.where + path, status, text, None)
@@ -68,8 +69,8 @@ class ManagedVllm:
     async def exchange(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
     ) -> tuple[int, str]:
-        """Return the status and text of the answer. Raises Retryable, OutcomeUnknown, or Permanent if it is not
-        HTTP."""
+        """Send a call and return the status and text of the answer. Without an answer, raises OutcomeUnknown if a call
+        other than a GET was sent, else Retryable. Raises Permanent if the answer is not HTTP."""
         data = b"" if body is None else json.dumps(body).encode()
         exchange = self.pool.exchange(path, data, method=method, alone=True)
         total_s = self.timeout_s if timeout_s is None else timeout_s

@@ -1,8 +1,7 @@
 """The command-line flags for a vLLM server that loads verified weight versions from folders, and its workers' reports.
 
-Has no side effects. The server side is the plugin in `orchestrrl/integrations/instrument/vllm_weights.py`. vLLM finds
-the plugin if handover.py's MODULE_FOLDER is on its PYTHONPATH. Without the plugin, versions are loaded through
-`reload_weights`.
+The server side is the plugin in `orchestrrl/integrations/instrument/vllm_weights.py`. vLLM finds the plugin if
+handover.py's MODULE_FOLDER is on its PYTHONPATH. Without the plugin, versions are loaded through `reload_weights`.
 """
 
 import json

@@ -35,8 +35,8 @@ class WeightPublisher(Protocol):
 
 
 class GatewayRollout:
-    """A `rollout_func` for TRL: it requests the completions of a batch of prompts concurrently and returns them in
-    order.
+    """A `rollout_func` for TRL: it requests the completions of a batch of prompts concurrently and returns them in the
+    order of the prompts.
 
     TRL repeats a prompt for each sample, so every prompt of the batch is one request. Request ids contain `tag` (also
     sent as X-Tag) and the trainer's step; samples of one prompt share X-Group-Id in all ranks.

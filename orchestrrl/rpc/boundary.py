@@ -1,8 +1,8 @@
 """The interceptor in front of every method of a gRPC server: it decodes and checks messages, and ends failed calls.
 
-A message that does not decode or has values out of range is answered with INVALID_ARGUMENT, one beyond a limit with
-RESOURCE_EXHAUSTED, each with one line in the log; ranges.py has the rules. An unexpected exception is a defect: it is
-counted, logged once and answered with INTERNAL, and the server continues.
+A message that does not decode or has values out of range is answered with INVALID_ARGUMENT, and a message that exceeds
+a limit with RESOURCE_EXHAUSTED. Both are logged in one line; ranges.py has the rules. An unexpected exception is a
+defect: it is counted, logged once and answered with INTERNAL, and the server continues.
 """
 
 import asyncio

@@ -56,7 +56,7 @@ class Backoff:
             raise ValueError(f"first_s must be > 0 and <= cap_s, got {self.first_s} and {self.cap_s}")
 
     def delay_s(self, failures: int, rng: random.Random = _RNG) -> float:
-        """Return the seconds to wait after `failures` consecutive failed attempts (at least 1)."""
+        """Return the delay in seconds after `failures` consecutive failed attempts; `failures` must be >= 1."""
         doublings = min(failures - 1, 30)  # 2**30 times any sensible first_s exceeds any cap
         return min(self.cap_s, self.first_s * 2.0**doublings) * rng.uniform(0.5, 1.0)
 

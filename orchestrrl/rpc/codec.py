@@ -37,7 +37,8 @@ Converter = Union["Via", "EnumCodec[Any]", "Codec[Any, Any]", "_Items"]
 
 @dataclass(frozen=True, slots=True)
 class Via:
-    """A converter of two functions. `from_message` reads the value from the enclosing message instead."""
+    """A converter that consists of two functions. If `from_message` is given, it reads the value from the enclosing
+    message, in place of `from_pb`."""
 
     to_pb: Convert | None = None
     from_pb: Convert | None = None
@@ -46,14 +47,14 @@ class Via:
 
 @dataclass(frozen=True, slots=True)
 class Whole(Via):
-    """A converter of a repeated field, whose functions convert all of its items at once."""
+    """A converter of a repeated field. Its functions convert all items of the field in one call."""
 
 
 class EnumCodec(Generic[Member]):
     """Converts the members of `kind` to the values with the same names in an enum of the .proto.
 
     `unspecified` is read for 0 and for values of a newer protocol, and is sent for members missing in the .proto.
-    Without it, such a value raises ValueError.
+    If `unspecified` is None, such a value raises ValueError.
     """
 
     def __init__(self, kind: type[Member], enum: Any, unspecified: Member | None = None) -> None:
@@ -157,7 +158,7 @@ Spec = str | Converter | tuple[str, Converter] | Flat | OneOf | _Local
 
 
 def rows_to_pb(message: type[Pb], rows: Iterable[Iterable[Any]]) -> list[Pb]:
-    """Return one message for each row, whose values are the message's fields in order."""
+    """Return one message for each row. The values of a row are those of the message's fields, in the .proto's order."""
     names = [field.name for field in message.DESCRIPTOR.fields]
     return [message(**dict(zip(names, row, strict=True))) for row in rows]
 

@@ -185,7 +185,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def _waiting_weights(self, lease_id: str, told: int | None) -> tuple[int | None, tuple[EngineId, ...]]:
         """Before the barrier opens, install the weight version that waits for a closed barrier, if there is one. Return
         the version to open the barrier with, and the engines without it. `told` is the version that the caller reports.
-        An empty lease id stands for the present lease; without that lease, nothing is installed."""
+        An empty `lease_id` stands for the present lease; if the lease does not exist, nothing is installed."""
         lease, weights = self.fleet.barrier.state.lease, self.daemon.weights.syncs
         if lease is None or lease_id not in ("", lease.id):
             return told, ()

@@ -153,5 +153,5 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
 
 
 def _no_number(constant: str) -> None:
-    """Refuse NaN and infinities, which Python parses though JSON lacks them."""
+    """Raise ValueError for NaN and infinities, which Python's parser accepts although JSON does not have them."""
     raise ValueError(f"summary_json: numbers must be finite, got {constant}")

@@ -220,7 +220,7 @@ def _beyond(value: float, least: float, most: float) -> str:
 
 
 def _check_of(field: _Field, rule: _Rule) -> _Check:
-    """Return the check of one value of a field that is not a message."""
+    """Return a function that checks one value of a field that is not a message."""
     if field.enum_type is not None:
         known = {value.number: value.name for value in field.enum_type.values if value.number or not rule.needed}
         return lambda value: "" if value in known else f"must be one of {', '.join(known.values())}, got {value}"

@@ -131,7 +131,7 @@ class NodeService(agent_pb2_grpc.NodeServicer):
 
 
 class DaemonServer:
-    """The bound server. `address` has the chosen port if the configured port was 0."""
+    """The running server. `address` has the port that was chosen if the configured port is 0."""
 
     def __init__(self, server: grpc.aio.Server, status: "health.aio.HealthServicer", address: str) -> None:
         self._server = server
@@ -142,7 +142,7 @@ class DaemonServer:
     async def start(
         cls, daemon: Daemon, listen: ListenSettings, switches: control_pb2_grpc.SwitchesServicer
     ) -> "DaemonServer":
-        """Bind and serve. Raises Permanent if an address cannot be bound."""
+        """Bind the addresses and start to serve. Raises Permanent if an address cannot be bound."""
         fleet, weights, clock = daemon.fleet, daemon.weights, daemon.fleet.clock
         # Otherwise Linux lets two daemons share a port, and each would receive some of the nodes.
         limits = fleet.config.limits

@@ -30,9 +30,9 @@ class CarryEdge(PeerFlow):
 
 @dataclass(frozen=True, slots=True)
 class OpenVersion:
-    """Open a version on the peer, either from parts that trainers staged on its host or to receive the version. Stored
-    bytes are kept. `at_home` lists the shards that engines of this host need and that the host's parts or file already
-    have. No peer sends these shards; their bytes in parts are copied into the file."""
+    """An order to open a version on the peer, either from parts that trainers staged on its host or to receive the
+    version. Stored bytes are kept. `at_home` lists the shards that engines of this host need and that the host's parts
+    or file already have. No peer sends these shards; their bytes in parts are copied into the file."""
 
     map: VersionMap
     parts: tuple[StagedPart, ...] = ()
@@ -42,7 +42,7 @@ class OpenVersion:
 
 @dataclass(frozen=True, slots=True)
 class SumShards:
-    """Return the checksums of shards that the peer stores completely."""
+    """An order to return the checksums of shards that the peer stores completely."""
 
     version: int
     shards: tuple[str, ...]
@@ -51,9 +51,9 @@ class SumShards:
 
 @dataclass(frozen=True, slots=True)
 class CarryEdges:
-    """Start these edges, in addition to the running edges. A peer starts its edges of a wave after its edges of earlier
-    waves have ended, and forwards bytes as soon as it has received them. The result is sent at once; progress is
-    reported in `EdgeEvent`s."""
+    """An order to start these edges, in addition to the running edges. A peer starts its edges of a wave after its
+    edges of earlier waves have ended, and forwards bytes as soon as it has received them. The result is sent at once;
+    progress is reported in `EdgeEvent`s."""
 
     version: int
     edges: tuple[CarryEdge, ...]
@@ -64,7 +64,7 @@ class CarryEdges:
 
 @dataclass(frozen=True, slots=True)
 class EndEdges:
-    """End these edges; an empty list means all edges of the version."""
+    """An order to end these edges. An empty list means all edges of the version."""
 
     version: int
     edges: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ class EndEdges:
 
 @dataclass(frozen=True, slots=True)
 class CheckVersion:
-    """Compare the stored bytes with the checksums. Blocks that differ are then reported as missing."""
+    """An order to compare the stored bytes with the checksums. Blocks that differ are then reported as missing."""
 
     version: int
     kind: Literal["check"] = "check"
@@ -81,9 +81,9 @@ class CheckVersion:
 
 @dataclass(frozen=True, slots=True)
 class InstallVersion:
-    """Have the engine load the version, unless `valid_until_s` has passed. The engine is paused for the installation
-    and then returns to its previous state. If the engine already reports the version, the order has no effect, unless
-    `anew` is set because another program may have changed the weights in the meantime."""
+    """An order to load the version into the engine, unless `valid_until_s` has passed. The engine is paused for the
+    installation and then returns to its previous state. If the engine already reports the version, the order has no
+    effect, unless `anew` is set because another program may have changed the weights in the meantime."""
 
     version: int
     engine: EngineId
@@ -94,8 +94,8 @@ class InstallVersion:
 
 @dataclass(frozen=True, slots=True)
 class QueryVersion:
-    """Query which version the engine has. Before the peer answers the order, it reports the version if it has
-    changed."""
+    """An order to query which version the engine has. If the version has changed, the peer reports it before the
+    result of the order."""
 
     engine: EngineId
     kind: Literal["query_version"] = "query_version"
@@ -103,7 +103,8 @@ class QueryVersion:
 
 @dataclass(frozen=True, slots=True)
 class ProbeWeights:
-    """Have an engine without requests generate greedily from a prompt. A paused engine is paused again afterwards."""
+    """An order to generate greedily from a prompt on an engine without requests. A paused engine is paused again
+    afterwards."""
 
     engine: EngineId
     prompt_ids: tuple[int, ...]
@@ -114,9 +115,9 @@ class ProbeWeights:
 
 @dataclass(frozen=True, slots=True)
 class RestEngine:
-    """Pause the engine and drop its KV cache, or resume the engine, if no gateway does so. Running requests may finish
-    within `drain_s`; if they do not, the engine continues and the order fails. `ends` aborts running requests at
-    once."""
+    """An order to pause the engine and drop its KV cache, or to resume the engine, if no gateway does so. Running
+    requests may finish within `drain_s`; if they do not, the engine continues and the order fails. `ends` aborts
+    running requests at once."""
 
     engine: EngineId
     at_rest: bool
@@ -127,7 +128,7 @@ class RestEngine:
 
 @dataclass(frozen=True, slots=True)
 class KeepVersions:
-    """Discard all stored versions except the listed versions."""
+    """An order to discard all stored versions except the listed versions."""
 
     versions: tuple[int, ...]
     kind: Literal["keep"] = "keep"
@@ -135,8 +136,8 @@ class KeepVersions:
 
 @dataclass(frozen=True, slots=True)
 class BackendAct:
-    """Have a direct backend (backends/base.py), whose trainer sends the weights, perform an act at an engine, unless
-    `valid_until_s` has passed. `changes` is set if the act may change the engine's weights."""
+    """An order to perform an act of a direct backend (backends/base.py), whose trainer sends the weights, at an engine,
+    unless `valid_until_s` has passed. `changes` is set if the act may change the engine's weights."""
 
     backend: str
     engine: EngineId
@@ -150,8 +151,8 @@ class BackendAct:
 
 @dataclass(frozen=True, slots=True)
 class ServeEngines:
-    """Serve these engines (id to URL) from now on, in addition to the engines on the peer's command line. The
-    assignment is stored and survives a restart of the peer. Engines assigned earlier and not listed are dropped."""
+    """An order to serve these engines (id to URL) from now on, in addition to the engines on the peer's command line.
+    The assignment is stored and survives a restart of the peer. Engines assigned earlier and not listed are dropped."""
 
     engines: Mapping[EngineId, str]
     kind: Literal["serve"] = "serve"

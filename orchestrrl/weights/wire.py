@@ -1,4 +1,4 @@
-"""The protocol of one edge over its link: announced pieces of a byte range, and keepalives while none is ready.
+"""The protocol of one edge over its link: announced pieces of a byte range, and keepalives while no piece is ready.
 
 An announcement has 8 bytes: the number of pieces that follow, which is 0 for a keepalive, and the index of the first
 piece. Both endpoints cut the range into the same pieces, so no further metadata is sent, and the transfer ends with the
@@ -116,7 +116,8 @@ class EdgeRun:
 
 
 def piece_bytes(rate_gbps: float, chunk_bytes: int) -> int:
-    """Return the size of one piece: a chunk, or less at a low rate. Both endpoints compute the same size."""
+    """Return the size of one piece in bytes: `chunk_bytes`, or less at a low rate. Both endpoints compute the same
+    size."""
     if not rate_gbps:
         return chunk_bytes
     return min(chunk_bytes, max(LEAST_PIECE_BYTES, int(rate_gbps * 1e9 / 8 * PIECE_S)))

@@ -104,8 +104,8 @@ async def measure(
 
 
 def move_costs(prefill: Sequence[TimedSample], link: MoveLink, provenance: Provenance) -> MoveCosts:
-    """Return the move costs: recomputation from the measured prefill samples, transfer linear in bytes. `prefill` must
-    contain several prompt lengths."""
+    """Return the costs of moving a request: recomputation, fitted to the measured prefill samples, and transfer, linear
+    in bytes. `prefill` must contain several prompt lengths."""
     recompute = fit_curve(prefill)
     large_s = link.latency_s + LARGE_BYTES * 8 / (link.transfer_gbps * 1e9)
     transfer_s = Curve((0.0, LARGE_BYTES), (link.latency_s, large_s))

@@ -28,7 +28,7 @@ class ScoredPrediction:
     deployment: MeasuredDeployment
     tpot_s: float  # predicted
     source: ProfileSource
-    detail: str  # the figures that it is based on
+    detail: str  # the data on which the prediction is based
 
     @property
     def error(self) -> float:

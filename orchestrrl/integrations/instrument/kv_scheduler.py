@@ -107,7 +107,8 @@ def read_transfer_params(params: object) -> TransferParams | None:
 
 @dataclass(slots=True, eq=False)
 class KvTransferScheduler:
-    """The KV transfers of one engine, and the next jobs for its workers. `clock` returns monotonic seconds."""
+    """The KV transfers of one engine, and the next jobs for its workers. `clock` returns a monotonic time in
+    seconds."""
 
     _store: kv_entries.KvEntryStore
     _keeper: kv_entries.KvEvictor

@@ -138,14 +138,14 @@ class _Pending:
 
 
 class DeviceWatch:
-    """Records when collectives run on a CUDA device, by events on its streams that a thread polls while any are
-    pending.
+    """Records when collectives run on a CUDA device, by events on its streams. A thread polls the events while
+    collectives are pending.
 
     An operation may wait in a stream for long after it was issued, and an asynchronous call returns before its end, so
     neither the call nor its return shows when the network is in use. The start is an event before the operation. The
-    end is an event after it, or the completion of the Work of an asynchronous operation. The thread detects both at
-    most two of its periods late; the time of the start is then read from the device. `cuda` is torch.cuda or a
-    compatible object.
+    end is an event after it, or the completion of the Work of an asynchronous operation. The thread detects the start
+    and the end at most two of its periods late; the time of the start is then read from the device. `cuda` is
+    torch.cuda or a compatible object.
     """
 
     def __init__(self, cuda: Any, writer: RingWriter, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:

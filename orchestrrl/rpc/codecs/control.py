@@ -193,7 +193,8 @@ def workers_to_pb(control_plane: ControlPlane, snapshot: Snapshot) -> list[pb.Wo
 
 
 def worker_to_pb(control_plane: ControlPlane, engine: EngineId) -> pb.Worker:
-    """Return one engine; an engine that was drained and is no longer reported has little more than its name."""
+    """Return the message of one engine. For a drained engine that is no longer reported, little more than the name is
+    set."""
     snapshot = control_plane.fleet.state.snapshot(control_plane.clock.now_s())
     found = next((worker for worker in workers_to_pb(control_plane, snapshot) if worker.engine_id == engine), None)
     return found or pb.Worker(
@@ -275,7 +276,7 @@ def draft_to_pb(redeployment: Redeployment, stages: Sequence[Stage[RedeployStep]
 
 
 def redeployment_to_pb(report: RedeploymentReport, *, steps: bool = True) -> pb.RedeploymentReport:
-    """Convert a report. With `steps` False, steps are omitted, because a large fleet's report has thousands."""
+    """Convert a report. If `steps` is False, omit the steps, of which a large fleet's report has thousands."""
     return REDEPLOYMENT.to_pb(report if steps else replace(report, steps=()))
 
 

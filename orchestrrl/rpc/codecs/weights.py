@@ -23,5 +23,5 @@ STATUS = Codec(
 
 
 def report_to_pb(report: SyncReport, *, edges: bool = True) -> pb.SyncReport:
-    """Convert a report. With `edges` False, the slowest edges are omitted, for lists of many syncs."""
+    """Convert a report. If `edges` is False, omit the slowest edges, as in lists of many syncs."""
     return SYNC.to_pb(report if edges else replace(report, slowest=()))

@@ -103,7 +103,7 @@ class WeightSender(Protocol):
         ...
 
     def act(self, step: TrainerStep, report: ReportStep) -> None:
-        """Perform a step. Raises any exception if the step fails."""
+        """Perform a step. If the step fails, raises an exception of any type."""
         ...
 
     def close(self) -> None: ...
@@ -139,8 +139,8 @@ class DirectBackend(Protocol):
         ...
 
     async def install(self, sync: DirectSync) -> Mapping[EngineId, OrchestrRLError | None]:
-        """Send the version behind the fence. Return for each engine None if it has the version, Permanent or Retryable
-        if it is unchanged, and OutcomeUnknown otherwise."""
+        """Send the version to the engines while all requests are paused. Return for each engine None if it has the
+        version, Permanent or Retryable if it is unchanged, and OutcomeUnknown otherwise."""
         ...
 
     async def relayed(self, sync: DirectSync, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -201,7 +201,8 @@ class EngineOutcomes:
                 raise outcome
 
     def broke_off(self, error: OrchestrRLError) -> None:
-        """Record that the installation ended with an error: no engine is certain to have the version."""
+        """Record that the installation ended with an error. Engines that were recorded as having the version become
+        OutcomeUnknown."""
         for engine, became in self.by_engine.items():
             self.by_engine[engine] = became if became is not None else OutcomeUnknown(str(error))
 

@@ -4,8 +4,8 @@ The ranks keep a version in pinned memory, broadcast it among themselves, and pa
 CUDA IPC. Ranks publish with `torch.distributed` initialized, one rank per GPU. `options["engines"]` lists the servers
 on the ranks' GPUs, sorted by rank ("e0,e1"). Servers are started with
 `--worker-extension-cls checkpoint_engine.worker.VllmColocateWorkerExtension`. Each rank registers a share of the whole
-tensors before the fence. Behind the fence, `ParameterServer.update` of the ranks requests calls of each server's
-workers, which go through the daemon and the server's peer.
+tensors before the fence. While requests are paused, `ParameterServer.update` on the ranks requests calls to each
+server's workers, which go through the daemon and the server's peer.
 
 Written from the source of checkpoint-engine 0.3 (`ps.py`, `worker.py`, `api.py`) and tested with a fake of that
 interface only: the package itself, which needs CUDA, has never been run with it.

@@ -165,7 +165,7 @@ class EngineRepairs:
                 logger.error("%s", error)
 
     async def _bytes(self, peer: Peer, committed: CommittedVersion) -> None:
-        """Carry the bytes of the version that a peer needs and does not have to that peer."""
+        """Carry to a peer the bytes of the version that the peer needs and does not have."""
         acts = self._acts
         held = next((each for each in peer.held if each.version == committed.version), None)
         if held is not None and held.complete and held.shards:

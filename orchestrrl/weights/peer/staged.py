@@ -69,7 +69,7 @@ _Block = tuple[_Shard, int]  # shard and block number
 
 class StagedVersion:
     """A `LocalVersion` stored in files. Construction opens the files and verifies bytes that they already have. Raises
-    Retryable or Permanent, before anything is written, if there is no space or a part is missing."""
+    Retryable or Permanent, before a file is changed, if there is not enough space or a part is missing."""
 
     def __init__(self, folder: Path, order: OpenVersion) -> None:
         self.map = map = order.map

@@ -94,9 +94,9 @@ class PublishOptions(TypedDict, total=False):
 
 
 class ModelOptions(PublishOptions, total=False):
-    """Options for reading a model. With `shards`, the model is a Megatron rank's module or state dict, or a list with
-    one for each chunk of its pipeline. Floating-point tensors are published as `dtype`. `tied`, `rename` and `ignore`
-    are documented in `pieces_of`."""
+    """Options for reading a model. If `shards` is given, the model is a Megatron rank's module or state dict, or a list
+    with one module or state dict for each chunk of its pipeline. Floating-point tensors are published as `dtype`.
+    `tied`, `rename` and `ignore` are documented in `pieces_of`."""
 
     shards: MegatronShards | None
     dtype: Any

@@ -67,7 +67,7 @@ class Transport(Protocol):
     it. Construction opens no connections; `open` starts to listen."""
 
     def open(self) -> str:
-        """Start to listen; return the address to which other peers connect."""
+        """Start to listen; return the address to which other peers must connect."""
         ...
 
     def accept(self, key: str, timeout_s: float) -> IncomingLink:

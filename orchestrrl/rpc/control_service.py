@@ -183,7 +183,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return self._barrier()
 
     async def _waiting_weights(self, lease_id: str, told: int | None) -> tuple[int | None, tuple[EngineId, ...]]:
-        """Before the barrier opens, install the weight version that waits for a closed barrier, if there is one. Return
+        """Install the weight version that waits for a closed barrier, if there is one, before the barrier opens. Return
         the version to open the barrier with, and the engines without it. `told` is the version that the caller reports.
         An empty `lease_id` stands for the present lease; if the lease does not exist, nothing is installed."""
         lease, weights = self.fleet.barrier.state.lease, self.daemon.weights.syncs

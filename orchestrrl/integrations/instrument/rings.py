@@ -203,8 +203,8 @@ class RingWriter:
         return code
 
     def begin(self, op: int, group: int = 0, n_bytes: int = 0, flags: int = 0, value: int = UNKNOWN) -> int:
-        """Record the start of a collective; return its sequence number, for `end`. Both methods are written without
-        helper functions, because they determine the cost of tracing."""
+        """Record the start of a collective; return its sequence number, for `end`. Both methods contain the code of
+        `_count` inline, because they determine the cost of tracing."""
         now_ns = self._clock_ns()
         sequence = self._head
         self._head = number = sequence + 1

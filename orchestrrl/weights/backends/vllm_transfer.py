@@ -3,9 +3,9 @@
 It supports `nccl` and any other backend registered in vLLM. The trainer and all servers form one process group. The
 trainer runs vLLM's trainer-side engine, whose calls to servers go through the daemon. The daemon forwards a call to the
 servers' peers only during the step to which it belongs. The ranks of one server's workers follow those of the previous
-server's workers: `rank_offset` is the number of workers before them. The group is joined before the fence, and again
-only when the trainer or the servers change. Workers block while they join, so the peer first checks that the trainer
-listens.
+server's workers: the `rank_offset` of a server is increased by the number of workers of all servers before it. The
+group is joined before the fence, and again only when the trainer or the servers change. Workers block while they join,
+so the peer first checks that the trainer listens.
 
 Versions are not stored: an engine that fails or restarts waits for the next version. A worker whose update was
 interrupted may reject further updates until its server is restarted. Only a CPU backend has been run; `nccl` and the

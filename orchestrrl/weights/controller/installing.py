@@ -359,7 +359,7 @@ class Installing:
         return True
 
     async def _let_run(self, engines: Collection[EngineId]) -> None:
-        """If the barrier is open, have peers resume engines, which peers have paused if there is no gateway."""
+        """Have peers resume engines if the barrier is open. Without a gateway, peers have paused these engines."""
         acts = self._acts
         if not acts.is_closed:
             failed = await acts.try_each(engines, lambda engine: acts.rest(engine, at_rest=False))

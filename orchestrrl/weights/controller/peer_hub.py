@@ -247,7 +247,7 @@ class PeerHub:
         return faults
 
     def _make_room(self, peer: PeerId) -> None:
-        """If the hub is full, drop peers that detached more than `FORGET_AFTER_S` ago. Raises LimitReached if no peer
+        """Drop peers that detached more than `FORGET_AFTER_S` ago if the hub is full. Raises LimitReached if no peer
         can be dropped."""
         if peer in self.peers or len(self.peers) < self._most_peers:
             return

@@ -134,7 +134,7 @@ class LinkListener:
             await stop(*strangers)
 
     async def _introduce(self, came: socket.socket) -> None:
-        """Read the key of a sender's link. Close the connection if no valid key arrives in time."""
+        """Read the key of a sender's link. Close the connection if no valid key arrives within the time limit."""
         key = None
         try:
             came.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -245,7 +245,7 @@ def address_of(host: str, port: int) -> str:
 
 
 def parts_of(address: str) -> tuple[str, int]:
-    """Split `host:port` into host and port. Raises LinkBroken for a malformed address."""
+    """Split `host:port` into host and port. Raises LinkBroken if the address is malformed."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise LinkBroken(f"an address must be host:port, got {address!r}")

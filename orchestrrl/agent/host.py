@@ -1,6 +1,6 @@
 """Add facts that an engine's HTTP API omits but its host provides: GPUs, process arguments, model sizes.
 
-Only for engines on the agent's own host. Values that the engine itself reports are never overridden.
+Applies only to engines on the agent's own host. Values that the engine itself reports are never overridden.
 """
 
 import asyncio
@@ -34,7 +34,8 @@ async def with_host_facts(capabilities: EngineCapabilities, url: str) -> EngineC
 
 
 def host_facts(facts: ServingFacts, url: str) -> ServingFacts:
-    """Return the facts, completed as in `with_host_facts`. Blocks on files and on nvidia-smi."""
+    """Return the facts with unknown values filled in from this host, if the engine runs on it. Blocks while it reads
+    files and runs nvidia-smi."""
     if not is_local(url):
         missing = not facts.gpu and not facts.gpu_detail
         elsewhere = "the engine does not report its GPU, and its agent is on another host"
@@ -48,8 +49,8 @@ def host_facts(facts: ServingFacts, url: str) -> ServingFacts:
 
 
 def is_local(url: str) -> bool:
-    """Return whether the URL is on this host: loopback, one of its addresses, or its own name. Queries no name
-    server."""
+    """Return whether the URL refers to this host, i.e. to a loopback address, one of the host's addresses, or its name.
+    Queries no name server."""
     name = urlsplit(url).hostname or ""
     if name in ("localhost", socket.gethostname()):
         return True
@@ -83,7 +84,7 @@ def server_arguments(port: int) -> tuple[str, ...]:
 
 
 def with_arguments(facts: ServingFacts, arguments: Sequence[str]) -> ServingFacts:
-    """Return the facts completed from a vLLM command line. Missing flags have vLLM's defaults."""
+    """Return the facts with unknown values filled in from a vLLM command line. Missing flags have vLLM's defaults."""
     if not arguments:
         return facts
     # The model's name may follow a flag's value.
@@ -110,7 +111,8 @@ def _count(flags: Mapping[str, str], name: str) -> int | None:
 
 
 def _gpu() -> tuple[str, str]:
-    """Return the product name of this host's GPUs, or an empty name and the reason."""
+    """Return the product name of this host's GPUs and an empty string, or an empty name and the reason why it is
+    unknown."""
     if shutil.which("nvidia-smi") is None:
         return "", "the engine's host has no GPU (nvidia-smi is not installed)"
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -125,8 +127,8 @@ def _gpu() -> tuple[str, str]:
 
 
 def _sizes(model: str) -> Model | None:
-    """Return the sizes from the config.json of the model's folder, or of the newest snapshot in Hugging Face's
-    cache."""
+    """Return the model's sizes from the config.json of its folder, or of its newest snapshot in Hugging Face's cache;
+    None if there is none."""
     if not model:
         return None
     if model.startswith("/"):
@@ -142,8 +144,8 @@ def _sizes(model: str) -> Model | None:
 
 
 def _read_config(path: Path, name: str = "") -> Model | None:
-    """Return the sizes from the first MOST_CONFIG_BYTES of the file. None if it cannot be read or describes no
-    model."""
+    """Return the model's sizes from the first MOST_CONFIG_BYTES of the file; None if the file cannot be read or
+    describes no model."""
     try:
         with path.open("rb") as file:
             text = file.read(MOST_CONFIG_BYTES).decode(errors="replace")

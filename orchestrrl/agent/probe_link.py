@@ -1,7 +1,9 @@
-"""Report windows to the daemon: a stream of messages about quiet periods and traffic, each sent as soon as it is known.
+"""Report quiet periods and traffic of training jobs to the daemon, each as soon as it is detected. A window is a quiet
+period in which circuits may change.
 
-Without an armed window, rings are read periodically. With one, the traced processes ring a doorbell when they go quiet
-or communicate again: no polling is needed, and a report is less than a millisecond old.
+While no window is armed, the ring buffers of the traced processes are read periodically. While a window is armed, the
+traced processes send a notification (the doorbell) when they go quiet or communicate again, so that no polling is
+needed and a report is less than a millisecond old.
 """
 
 import asyncio
@@ -35,7 +37,7 @@ LOCK = "agent.lock"
 
 @dataclass(slots=True)
 class _Watched:
-    """A window that the daemon waits for, with what was last reported about it."""
+    """A window that the daemon waits for, and the last report about it."""
 
     arm: fabric_pb2.Arm
     reported: fabric_pb2.Quiet | str | None = None  # the code of a hold; None: nothing yet
@@ -44,8 +46,8 @@ class _Watched:
 
 @dataclass(slots=True, eq=False)
 class WindowReports:
-    """Reports each change of a window once, as soon as it is known. Does not use asyncio: `put` receives the messages;
-    `clock_s` is the monotonic clock of this host."""
+    """Reports each change of a window once, as soon as it is detected. Does not use asyncio. `put` is called with each
+    message; `clock_s` is the monotonic clock of this host."""
 
     _traces: HostTraces
     _put: Callable[[fabric_pb2.TraceMessage], None]
@@ -66,13 +68,13 @@ class WindowReports:
         self._arm()
 
     def report_all_again(self) -> None:
-        """Report every window again: the daemon no longer has the earlier reports."""
+        """Report every window again at the next change, because the daemon no longer has the earlier reports."""
         for watched in self._watched.values():
             watched.reported = None
 
     def rung(self) -> bool:
-        """Handle the doorbell: a rank has gone quiet or communicates again. Return whether there is traffic, in which
-        case `catch_up` has time to run."""
+        """Handle the doorbell: a rank has gone quiet or communicates again. Return whether any job communicates, in
+        which case there is time for `catch_up`."""
         jobs = {watched.arm.job for watched in self._watched.values()}
         # One quiet rank is no window: check the others before reading anything.
         busy = {job for job in jobs if self._traces.busy(job)}
@@ -105,7 +107,8 @@ class WindowReports:
                 self._report(watched, self._traces.assess(watched.arm.job, watched.arm.quantile))
 
     def _report(self, watched: _Watched, found: fabric_pb2.Quiet | Hold) -> None:
-        """Report only changes: a window that is long enough, its end, or a new reason why there is none."""
+        """Report the window if it has changed: a window that is long enough, the end of a window, or a new reason why
+        there is no window."""
         now_s, earlier = self._clock_s(), watched.reported
         # The time that has passed shortens a window for the receiver too; but no window may end earlier than reported.
         same = (
@@ -140,7 +143,7 @@ class WindowReports:
 
 
 class WindowReporter:
-    """Reports this host's windows until cancelled, and reconnects to the daemon when it is lost."""
+    """Reports this host's windows until cancelled, and reconnects to the daemon when the connection is lost."""
 
     def __init__(self, directory: Path, host: str, daemon: str, *, clock: Clock) -> None:
         self._traces = HostTraces(directory)
@@ -154,7 +157,7 @@ class WindowReporter:
         self._summarising: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Run until cancelled. Raises Permanent if the rings cannot be read."""
+        """Report windows until cancelled. Raises Permanent if the ring buffers cannot be read."""
         with _alone(self._directory):
             await self._run()
 
@@ -240,7 +243,7 @@ class WindowReporter:
         return fabric_pb2.TraceMessage(hello=fabric_pb2.TraceHello(host=self._host, jobs=jobs))
 
     def _put(self, message: fabric_pb2.TraceMessage) -> None:
-        """Send the message, or drop it without a daemon: a late report about a window is wrong."""
+        """Send the message, or drop it if no daemon is connected, because a late report about a window is wrong."""
         if self._outgoing is not None:
             self._outgoing.put_nowait(message)
 
@@ -252,8 +255,8 @@ class WindowReporter:
 
 @contextlib.contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Lock the directory. Two agents on one host would alternately take the doorbell and each other's place at the
-    daemon."""
+    """Lock the directory, so that only one agent per host uses it. Two agents would take the doorbell and the
+    connection to the daemon from each other."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         opened = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

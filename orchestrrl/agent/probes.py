@@ -1,8 +1,8 @@
 """Read the collective boundaries of this host's traced processes, and predict how long the host stays quiet.
 
 Every process's ring (integrations/instrument/rings.py) feeds a learner (planner/fabric/slack.py). A job is quiet while
-none of its ranks on this host has a collective in flight; it is expected to stay quiet until the first of them starts
-one.
+none of its ranks on this host has a collective in flight; it is expected to stay quiet until the first of these ranks
+starts a collective.
 """
 
 import json
@@ -163,8 +163,8 @@ class HostTraces:
         return any(each.reader.communicates for each in self._by_job.get(job, ()))
 
     def assess(self, job: str, q: float) -> fabric_pb2.Quiet | Hold:
-        """Return how long the job stays quiet except with probability `q`, by this host's clock and the events read so
-        far, or why it is not quiet."""
+        """Return how long the job stays quiet, with a probability of at most `q` that it communicates earlier, by this
+        host's clock and the events read so far. If the job is not quiet, return a Hold with the reason."""
         now_s = self._clock_s()
         first: tuple[RemainingQuiet, int] | None = None
         since_s = risk = 0.0
@@ -202,7 +202,8 @@ class HostTraces:
         self._by_job.clear()
 
     def _complete(self, announced: fabric_pb2.Announcement) -> None:
-        """Fill in an intent that was announced earlier: the daemon may not have been running then."""
+        """Fill in the intent of an announcement without one from the last announcement of the same period, which the
+        daemon may have missed."""
         key = announced.job, announced.period
         if announced.intent_json:
             self._intents.pop(key, None)
@@ -227,8 +228,8 @@ class HostTraces:
 
 
 def _announced(each: TracedProcess, event: RingEvent) -> fabric_pb2.Announcement | None:
-    """Return the announcement in a mark, `{"period": NAME, "body": INTENT}`, as recorder.announce writes it; an empty
-    body repeats the last intent. None if it is invalid."""
+    """Return the announcement in a mark, `{"period": NAME, "body": INTENT}`, as recorder.announce writes it; None if it
+    is invalid. An empty body repeats the last intent."""
     try:
         parsed = json.loads(event.payload or b"")
         period, intent = parsed["period"], parsed["body"]

@@ -1,4 +1,4 @@
-"""Watch the engines of one agent and report them on one stream."""
+"""Watch the engines of one agent and report their state to the daemon on one stream."""
 
 import asyncio
 import uuid
@@ -54,7 +54,8 @@ class UnsentReports:
 
 
 class Agent:
-    """Watches engines and reports them to the daemon until cancelled. The caller closes the engines."""
+    """Watches engines and reports their state to the daemon until cancelled. The caller must close the engine clients.
+    """
 
     def __init__(
         self,
@@ -103,5 +104,6 @@ class Agent:
         return telemetry_codec.ENGINE_REPORT.to_pb(await self._outgoing.next_report())
 
     async def _refuse(self, operation: Operation) -> OperationResult:
-        """Refuse the daemon's orders. Raises Permanent, which the link returns as a failed result."""
+        """Refuse an order of the daemon, since agents carry out none: raise Permanent, which the link returns as a
+        failed result."""
         raise Permanent(f"{self._id} is an agent: only gateways carry out {operation.action.kind}")

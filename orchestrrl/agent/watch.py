@@ -30,8 +30,9 @@ _MAX_TOKENS_PER_S = 1e9  # the largest rate that the daemon accepts; a jump of t
 
 @dataclass(frozen=True, slots=True)
 class HealthLimits:
-    """Limits for an engine's health. An answer later than `slow_after_s` is slow; an engine without an answer for
-    `gone_after_s` is gone. The decode rate is measured over the scrapes of the last `rate_window_s`."""
+    """Time limits for judging an engine's health, in seconds. An engine that takes longer than `slow_after_s` to answer
+    is slow; an engine without an answer for `gone_after_s` is gone. The decode rate is measured over the scrapes of the
+    last `rate_window_s`."""
 
     slow_after_s: float = 1.0
     gone_after_s: float = 5.0
@@ -51,7 +52,7 @@ def judge(
 ) -> tuple[EngineHealth, str]:
     """Return the engine's health after `waited_s`, and the reason for it.
 
-    `answer` is None if there is none yet, or the exception that the scrape raised.
+    `answer` is None if there is no answer yet, or the exception that the scrape raised.
     """
     if answer is None:
         gone = waited_s >= limits.gone_after_s
@@ -84,8 +85,8 @@ def metric_faults(metrics: EngineSample) -> list[str]:
 
 
 def capability_faults(capabilities: EngineCapabilities) -> list[str]:
-    """Return the impossible values in an engine's capabilities, one sentence each. They come from the engine's own
-    JSON."""
+    """Return the impossible values in an engine's capabilities, one sentence each. Capabilities are read from the
+    engine's own JSON."""
     faults = []
     for name in ("max_model_len_tokens", "max_sequences"):
         value = getattr(capabilities, name)
@@ -98,10 +99,8 @@ def capability_faults(capabilities: EngineCapabilities) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class EngineTrack:
-    """Earlier scrapes for the decode rate: (sampled_s, generation_tokens_total), oldest first.
-
-    It covers the time since the engine last could not be read, had nothing to decode, or restarted.
-    """
+    """Earlier scrapes from which the decode rate is computed: (sampled_s, generation_tokens_total) pairs, oldest first.
+    The track begins anew whenever the engine cannot be read, has nothing to decode, or restarts."""
 
     points: tuple[tuple[float, int], ...] = ()
     last_total: int = 0  # generation_tokens_total of the last reading; 0 after a break
@@ -117,10 +116,10 @@ def fold(
     """Return the updated track, and the sample with its decode rate. A None sample means that the engine could not be
     read.
 
-    The decode rate is the mean over the last `rate_window_s` of scrapes in which the engine was decoding (over the last
-    two if scrapes are rarer). It is unknown at the first scrape, after a counter reset, while nothing runs, and while
-    no token has arrived in less than a window, since the first tokens may still be in prefill. 0 means a stalled
-    engine.
+    The decode rate is the mean over the scrapes of the last `rate_window_s` (the last two scrapes if the interval is
+    longer) in which the engine was decoding. The rate is unknown at the first scrape, after a counter reset, and while
+    nothing runs. It is also unknown while no token has arrived for less than a window, since the engine may still
+    prefill. A rate of 0 means that the engine has stalled.
     """
     if sample is None:
         return EngineTrack(), None
@@ -138,7 +137,7 @@ def fold(
 
 
 def _within_window(points: tuple[tuple[float, int], ...], window_s: float) -> tuple[tuple[float, int], ...]:
-    """Return the points from the newest one that is at least a window old, or all points if none is."""
+    """Return the points from the newest point that is at least `window_s` old, or all points if none is that old."""
     newest_s = points[-1][0]
     whole = [index for index, (at_s, _) in enumerate(points) if newest_s - at_s >= window_s]
     return points[whole[-1] :] if whole else points
@@ -156,8 +155,8 @@ def _rate(points: tuple[tuple[float, int], ...], window_s: float) -> float | Non
 
 @dataclass(slots=True, eq=False)
 class EngineWatch:
-    """Watches one engine for `agent`. `publish` is called with each report, which is numbered when it is sent. The
-    watch continues after any failure of the engine."""
+    """Watches one engine for `agent`. `publish` is called with each report; reports are numbered later, when they are
+    sent. The watch continues after any failure of the engine."""
 
     engine_id: EngineId
     engine: Engine
@@ -177,7 +176,7 @@ class EngineWatch:
     _silent_since_s: float | None = field(default=None, init=False)
 
     async def run(self) -> None:
-        """Scrape until cancelled."""
+        """Scrape the engine until cancelled."""
         try:
             while True:
                 started_s = self.clock.now_s()
@@ -212,8 +211,8 @@ class EngineWatch:
         self._report(health, detail, sample)
 
     async def _be_patient(self, scrape: asyncio.Task[Any], started_s: float) -> None:
-        """Wait for the answer up to `gone_after_s`. While the engine has been silent for too long, including earlier
-        scrapes, report that at each interval."""
+        """Wait for the answer up to `gone_after_s`. If the engine has not answered for too long, counted from the
+        oldest unanswered scrape, report its health at each interval."""
         end_s = started_s + self.limits.gone_after_s
         while not scrape.done() and (now_s := self.clock.now_s()) < end_s:
             late_s = self._silent_for_s(now_s) - self.limits.slow_after_s
@@ -226,7 +225,8 @@ class EngineWatch:
         return 0.0 if self._silent_since_s is None else now_s - self._silent_since_s
 
     async def _asked(self, work: Awaitable[_Answer]) -> _Answer | Exception:
-        """Return the engine's answer, or the exception. A defect is logged with its traceback."""
+        """Await the engine's answer and return it, or return the exception that it raised. Unexpected exceptions are
+        logged with a traceback."""
         try:
             return await work
         except OrchestrRLError as error:
@@ -244,7 +244,8 @@ class EngineWatch:
         self.publish(EngineReport(self.agent, 0, self.engine_id, self.engine.url, *found, server=self._server))
 
     async def _find_capabilities(self) -> None:
-        """Read the engine's capabilities, and retry until that succeeds: a server may serve metrics first."""
+        """Read the engine's capabilities, and retry until they can be read: a starting server may serve metrics
+        earlier."""
         while True:
             answer = await self._asked(within(self.clock, self.limits.gone_after_s, self.engine.capabilities()))
             faults = capability_faults(answer) if isinstance(answer, EngineCapabilities) else [str(answer)]
@@ -259,7 +260,7 @@ class EngineWatch:
             await self.clock.sleep(ASK_AGAIN_S)
 
     async def _forget_capabilities(self) -> None:
-        """Drop the capabilities: another process with other features may answer next."""
+        """Drop the capabilities, because another process with different features may answer next."""
         self._capabilities = None
         if self._finding is not None:
             await stop(self._finding)

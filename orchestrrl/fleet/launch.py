@@ -1,5 +1,5 @@
-"""Derive what each engine is started with, and the deployer, from `fleet.launch`, `fleet.deployer` and the layouts of
-the configuration; report their faults.
+"""Derive the start specification of each engine, and the deployer, from `fleet.launch`, `fleet.deployer` and the
+layouts of the configuration, and report faults in these sections.
 
 The command lines themselves are rendered in `fleet/deployers/command_line.py`.
 """
@@ -73,7 +73,8 @@ def spec_of(
 
 
 def configured_engines(fleet: FleetSettings) -> list[EngineSpec]:
-    """Return a spec for each engine that the configuration lists, on the port of its URL. Raises ProblemFaults."""
+    """Return a spec for each engine that the configuration lists, on the port of its URL. Raises ProblemFaults if an
+    engine has no configuration or no GPUs."""
     specs, faults = [], []
     for place, engine in enumerate(fleet.engines):
         if engine.configuration is None:
@@ -94,8 +95,8 @@ def configured_engines(fleet: FleetSettings) -> list[EngineSpec]:
 def filled(
     fleet: FleetSettings, configuration: ConfigurationId, gpus: Iterable[GpuId] | None = None
 ) -> list[EngineSpec]:
-    """Return specs for as many engines of one configuration as fit on the fleet's GPUs, or for one engine on the given
-    GPUs. Raises ProblemFaults."""
+    """Return specs of engines of one configuration: one engine on `gpus`, or, if `gpus` is None, as many engines as fit
+    on the fleet's GPUs. Raises ProblemFaults if none fits or `fleet.gpus` is missing."""
     layout = fleet.layouts().get(configuration)
     if gpus is not None or layout is None:
         groups = [tuple(gpus or ())]
@@ -112,7 +113,8 @@ def filled(
 
 
 def launch_faults(fleet: Mapping[Any, Any], known: Iterable[str]) -> list[str]:
-    """Return the faults between `fleet.launch` and the rest of the fleet section. Takes the section as written."""
+    """Return the contradictions between `fleet.launch` and the other settings of the fleet section. `fleet` is the
+    section as read from the file, before validation."""
     section = fleet.get("launch")
     if not isinstance(section, dict):
         return []
@@ -141,7 +143,8 @@ def launch_faults(fleet: Mapping[Any, Any], known: Iterable[str]) -> list[str]:
 
 
 def deployer_faults(fleet: dict[Any, Any]) -> list[str]:
-    """Return the faults between `fleet.deployer` and the rest of the fleet section. Takes the section as written."""
+    """Return the contradictions between `fleet.deployer` and the other settings of the fleet section. `fleet` is the
+    section as read from the file, before validation."""
     section = fleet.get("deployer")
     if not isinstance(section, dict):
         return []

@@ -1,8 +1,8 @@
 """Add, drain and remove engines on an operator's order while the daemon runs.
 
 Each change is checked, written to the journal, and sent to the gateways at once. The requests of a leaving engine are
-moved in rounds, by the same path as any other move, until none that can move is left. This includes requests that a
-gateway sent before it received the change, and drains that an earlier daemon began.
+moved in rounds, by the same path as any other move, until no movable request is left. The rounds include requests that
+a gateway sent before it received the change, and continue drains that an earlier daemon began.
 """
 
 import asyncio
@@ -44,8 +44,8 @@ _EngineIds = Annotated[frozenset[EngineId], PlainSerializer(sorted)]  # sorted i
 class Membership:
     """The engines that operators added, drained or removed, kept across restarts and reloads.
 
-    Each transition returns a new value and is idempotent. An engine is in at most one of `added` and `removed`, and is
-    never both removed and draining.
+    Each `with_` method returns a new value and is idempotent. An engine is in at most one of `added` and `removed`, and
+    is never both removed and draining.
     """
 
     added: tuple[EngineFacts, ...] = ()  # by id; these override the configuration's
@@ -69,11 +69,11 @@ class Membership:
         return replace(taking, added=tuple(sorted([*others, facts], key=lambda one: one.id)))
 
     def with_readmitted(self, engine: EngineId) -> "Membership":
-        """Undo a removal: the configuration's entry for the engine applies again."""
+        """Undo the removal of an engine: the configuration's entry for it applies again."""
         return replace(self, removed=tuple(other for other in self.removed if other != engine))
 
     def with_drained(self, engine: EngineId, move: bool = False) -> "Membership":
-        """Stop new requests to the engine. With `move`, also move its requests to other engines. A later drain without
+        """Stop new requests to the engine. With `move`, also move its requests to other engines. A later call without
         `move` does not cancel these moves."""
         leaving = self.leaving | {engine} if move else self.leaving
         return replace(self, draining=self.draining | {engine}, leaving=leaving)
@@ -91,7 +91,7 @@ MEMBERSHIP = TypeAdapter(Membership)
 
 
 def engine_facts(config: Config) -> list[EngineFacts]:
-    """Return the facts that the configuration gives for each engine."""
+    """Return the facts about each engine that the configuration lists."""
     known = {configuration.id: configuration for configuration in config.fleet.configuration_values()}
     return [
         EngineFacts(
@@ -158,8 +158,8 @@ class MembershipChanges:
     # --- an operator's changes
 
     def add(self, new: EngineFacts, reason: str = "") -> None:
-        """Add an engine and send it to every gateway. To readmit a removed engine that the configuration lists, its id
-        is enough. Raises ProblemFaults with all faults."""
+        """Add an engine and send the changed routes to every gateway. To readmit a removed engine that the
+        configuration lists, its id is enough. Raises ProblemFaults with all faults of the request."""
         configured = any(facts.id == new.id for facts in engine_facts(self._config))
         if configured and new.id in self.membership.removed and new == EngineFacts(new.id, ""):
             self._change("add", new.id, self.membership.with_readmitted(new.id), reason)
@@ -184,11 +184,11 @@ class MembershipChanges:
         self._change_names("undrain", engine, Membership.with_undrained, reason)
 
     async def remove(self, engine: EngineId, force: bool = False, reason: str = "") -> EngineRemoval:
-        """Remove an engine from the fleet, even if agents still report it. Requests that still run there finish, since
-        their gateway keeps the connection.
+        """Remove an engine from the fleet, even if agents still report it. Requests that still run on the engine
+        finish, since their gateway keeps the connection.
 
-        Raises Permanent if the engine has requests, unless forced. If forced, movable requests are moved first, which
-        raises Permanent while the pause barrier is closed.
+        Raises Permanent if the engine has requests and `force` is False. With `force`, movable requests are moved
+        first; raises Permanent if the pause barrier is closed.
         """
         self._require_known(engine)
         there = self._requests_on(engine)
@@ -206,8 +206,8 @@ class MembershipChanges:
     def _change_names(
         self, change: str, engine: EngineId, step: Callable[[Membership, EngineId], Membership], reason: str
     ) -> None:
-        """Apply the change to the engine's id and to its aliases, which only nodes use. An alias becomes an id of its
-        own once no other name refers to the engine."""
+        """Apply the change to the engine's id and to its aliases, which only nodes use. An alias becomes the id of a
+        separate engine once no other name refers to the engine."""
         names, membership = self._state.names(self._clock.now_s()), self.membership
         others = {id for _, id in names.others.get(engine, ())}
         for name in [engine, *sorted(id for id in others if names.is_other(id) and id not in membership.removed)]:
@@ -260,7 +260,7 @@ class MembershipChanges:
                 self._rests[move.request] = earlier.refused(move.to_engine, now_s)
 
     async def _empty(self, engine: EngineId, reason: str) -> set[RequestId]:
-        """Drain the engine, try to move each of its requests once, and return those that moved."""
+        """Drain the engine, try to move each of its requests once, and return the requests that moved."""
         self._change("drain", engine, self.membership.with_drained(engine), reason)
         snapshot = self._state.snapshot(self._clock.now_s())
         moved: set[RequestId] = set()

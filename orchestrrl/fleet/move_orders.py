@@ -1,4 +1,4 @@
-"""Check a move that an operator orders, and compare completed moves with their predictions."""
+"""Check moves that operators order, and compare completed moves with their predictions."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class MovedRequest:
 
 
 def checked_move(snapshot: Snapshot, request: RequestId, to_engine: EngineId) -> RequestMove:
-    """Return the move that an operator orders. Raises ProblemFaults for unknown ids, Permanent if the request must not
-    move."""
+    """Return the move that an operator orders. Raises ProblemFaults if an id is unknown, Permanent if the request must
+    not move."""
     found = next((view for view in snapshot.requests if view.id == request), None)
     engines = {engine.id: engine for engine in snapshot.engines}
     faults = []
@@ -57,8 +57,9 @@ def moved_requests(
 
 
 def fixed_parts(moved: Iterable[MovedRequest]) -> list[tuple[MoveMethod, float]]:
-    """Return (method, seconds) of the fixed part of each move: its duration without the part that grows with the
-    context. Covers moves that had a prediction, used the ordered method, and completed."""
+    """Return the method of each move and the fixed part of its duration in seconds, i.e. the duration without the
+    predicted part that grows with the context. Skips moves without a prediction or a duration, and moves that used
+    another method than ordered."""
     return [
         (each.move.method, each.item.duration_s - (each.move.predicted_s - each.move.fixed_s))
         for each in moved

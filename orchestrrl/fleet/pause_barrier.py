@@ -44,7 +44,7 @@ OUTDATED = "is not known to have the fleet's weights: gets no requests until `or
 
 @dataclass(frozen=True, slots=True)
 class PauseRequest:
-    """A request to pause the fleet. 0 seconds means the default."""
+    """A request to pause the fleet. A duration of 0 seconds selects the default."""
 
     mode: PauseMode = PauseMode.KEEP
     frozen: FrozenRequests = FrozenRequests.RECOMPUTE
@@ -76,8 +76,8 @@ class EngineAtRest:
 
 
 class PauseBarrier:
-    """The fleet's pause barrier. It calls `changed` when the versions in routes change or engines may be used again,
-    and `restarted` for an engine that has lost its weights."""
+    """The fleet's pause barrier. It calls `changed` when the weight versions in routes change or engines may be used
+    again, and `restarted` for an engine that has lost its weights."""
 
     def __init__(
         self,
@@ -130,7 +130,8 @@ class PauseBarrier:
         return self._paused_s + (self._clock.now_s() - lease.began_s if lease else 0.0)
 
     def still_s(self, from_s: float, to_s: float) -> float:
-        """Return the seconds between `from_s` and `to_s` in which the fleet was at rest, over the remembered leases."""
+        """Return for how many seconds between `from_s` and `to_s` the fleet was at rest, as far as leases are
+        remembered."""
         spans = [*self._still]
         if self._still_since_s is not None:
             spans.append((self._still_since_s, to_s))
@@ -195,8 +196,8 @@ class PauseBarrier:
     async def pause(self, wish: PauseRequest) -> PauseState:
         """Close the barrier and return when the engines of every gateway are at rest.
 
-        Raises ProblemFaults; Permanent if another lease holds the barrier or no gateway is attached; Retryable if the
-        fleet does not come to rest, in which case requests continue as before.
+        Raises ProblemFaults if a duration is out of range; Permanent if another lease holds the barrier or no gateway
+        is attached; Retryable if the fleet does not come to rest, in which case requests continue as before.
         """
         state = self.state
         lease = wish.lease(f"g{self._journal.generation}-{next(self._leases)}", self._clock.now_s())
@@ -219,8 +220,9 @@ class PauseBarrier:
         return self._fleet.weights
 
     async def renew(self, lease_id: str, lease_s: float) -> PauseState:
-        """Extend the lease on every gateway, counted from now. Raises Permanent if the lease has ended, and Retryable
-        if a gateway did not confirm; such a gateway opens when the lease would have ended before."""
+        """Extend the lease on every gateway to `lease_s` from now. Raises ProblemFaults if an argument is invalid,
+        Permanent if the lease has ended, and Retryable if a gateway did not confirm; such a gateway opens at the
+        previous end of the lease."""
         faults = _seconds_faults("lease_s", lease_s)
         if not lease_id:
             faults.append(f"lease_id: must not be empty, got {lease_id!r}")
@@ -279,8 +281,8 @@ class PauseBarrier:
     def set_version(
         self, engines: Collection[EngineId], policy_version: int, reason: str = "", weights_source: str = ""
     ) -> int:
-        """Set the policy version of these engines' weights and return the fleet's newest version. Raises
-        ProblemFaults."""
+        """Set the policy version of these engines' weights and return the fleet's newest version. Raises ProblemFaults
+        if an engine is unknown or none is given."""
         faults = _engine_faults("engine_ids", engines, self._engines())
         if not engines:
             faults.append("engine_ids: must name at least one engine, got []")
@@ -294,8 +296,8 @@ class PauseBarrier:
         return self._fleet.weights.newest
 
     def attaching(self, node: NodeId) -> None:
-        """Withdraw a gateway's unanswered orders to close for leases that are over, before they are sent to it again:
-        they would keep it closed. Order the gateway to open for those leases, unless the barrier is quiet."""
+        """Withdraw a gateway's unanswered orders to close for ended leases before they are sent to it again, since they
+        would keep it closed. Order the gateway to open for those leases, unless the barrier is quiet."""
         state = self.state
         for lease in self._orders.withdraw_closes(node, but=state.lease):
             if not state.quiet:
@@ -335,7 +337,7 @@ class PauseBarrier:
         self.forget([engine], "was restarted")
 
     def forget(self, engines: Iterable[EngineId], why: str) -> None:
-        """Mark the weights of these engines as unknown, so that they get no requests."""
+        """Mark the weights of these engines as unknown, so that the engines get no requests."""
         known = sorted(engine for engine in engines if engine in self._fleet.weights.versions)
         if known:
             reason = f"{', '.join(known)} {why}"

@@ -1,7 +1,7 @@
 """The daemon's state of the pause barrier for weight updates: one lease at a time, and the weight version of each
-engine. Pure.
+engine. Has no side effects.
 
-Requests are paused while a lease lasts. A lease ends when its holder resumes, or when it expires.
+Requests are paused while a lease lasts. A lease ends when its holder resumes the fleet, or when the lease expires.
 fleet/pause_barrier.py sends the orders to gateways.
 """
 
@@ -46,7 +46,7 @@ class PauseLease:
 
 
 class LeaseEnd(StrEnum):
-    """The way in which a lease ended."""
+    """The reason why a lease ended."""
 
     RESUMED = "resumed"
     EXPIRED = "expired"
@@ -95,12 +95,13 @@ class PauseState:
 
     @property
     def weights_changing(self) -> bool:
-        """Return whether engines may be receiving other weights now: no version is known until the lease ends."""
+        """Return whether engines may be receiving other weights now. If so, no weight version is known until the lease
+        ends."""
         return self.lease is not None and self.lease.weights_change and self.quiet
 
     def at(self, now_s: float) -> "PauseState":
-        """Return the state at `now_s`: the same, unless the lease has expired. If weights were being changed, no
-        engine's version is known any longer."""
+        """Return the state at `now_s`, which is unchanged unless the lease has expired. If a lease expires while
+        weights are being changed, the weight versions of all engines become unknown."""
         if self.lease is None or now_s < self.lease.until_s:
             return self
         detail = (
@@ -162,9 +163,9 @@ class PauseState:
         return self._open(LastRelease(lease.id, now_s, LeaseEnd.GAVE_UP, detail))
 
     def with_versions(self, engines: Iterable[EngineId], policy_version: int, weights_source: str = "") -> "PauseState":
-        """Return the state after these engines got weights of this version. It becomes the fleet's version if no
-        serving engine has the present one; engines with other versions then get no requests. A source is kept only for
-        the fleet's version."""
+        """Return the state after these engines got weights of `policy_version`. It becomes the fleet's version if no
+        serving engine has the present version; engines with other versions then get no requests. `weights_source` is
+        kept only for the fleet's version."""
         now = frozenset(engines)
         versions = dict(sorted({**self.versions, **dict.fromkeys(now, policy_version)}.items()))
         left_out = tuple(engine for engine in self.left_out if engine not in now)
@@ -174,8 +175,8 @@ class PauseState:
         return replace(self, versions=versions, left_out=left_out, newest=newest, newest_source=source)
 
     def forgotten(self, engines: Collection[EngineId]) -> "PauseState":
-        """Return the state without the versions of these engines, which were restarted or replaced: their weights are
-        unknown."""
+        """Return the state without the weight versions of these engines, which were restarted or replaced, so that
+        their weights are unknown."""
         versions = {engine: version for engine, version in self.versions.items() if engine not in engines}
         left_out = tuple(engine for engine in self.left_out if engine not in engines or self.newest is None)
         return replace(self, versions=versions, left_out=left_out)
@@ -200,8 +201,8 @@ class PauseState:
         raise Permanent(f"lease {lease_id} is unknown or ended long ago: {now}")
 
     def hold(self, now_s: float, settle_s: float = 0.0) -> Hold | None:
-        """Return why no request may be moved, or None. After the barrier opens, engines' speeds are not representative
-        until `settle_s` later."""
+        """Return why no request may be moved, or None if moves are allowed. For `settle_s` after the barrier opens,
+        moves are held because the engines' measured speeds are not representative."""
         if self.lease is not None:
             return Hold("barrier_closed", f"the pause barrier is {self.phase}: {self.lease}")
         if self.opened is not None and now_s - self.opened.at_s < settle_s:
@@ -210,7 +211,7 @@ class PauseState:
         return None
 
     def _source(self, newest: int | None, given: str) -> str:
-        """Return where the weights of version `newest` are: `given`, or the present source if the version is
+        """Return the location of the weights of version `newest`: `given`, or the present source if the version is
         unchanged."""
         return given or (self.newest_source if newest == self.newest else "")
 

@@ -1,7 +1,7 @@
 """Pause the fleet as an operation: its steps, and how they are undone.
 
-It ends with every gateway's engines at rest, for a lease, or with requests continuing as before. core/operation.py
-runs, journals and resumes the steps; pause_lease.py defines the lease.
+The operation ends with every gateway's engines at rest for the duration of a lease, or with requests continuing as
+before. core/operation.py runs, journals and resumes the steps; pause_lease.py defines the lease.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ class PauseOrders:
         return leases
 
     def opening(self, node: NodeId) -> bool:
-        """Return whether an order to open has no answer yet."""
+        """Return whether an order to open that was sent to this gateway has no answer yet."""
         return any(isinstance(each.order.action, OpenBarrier) for each in self._runner.open_on(node))
 
     def _order(self, node: NodeId, action: Action, valid_for_s: float) -> Order:
@@ -95,7 +95,7 @@ class PauseStep:
 
 
 class FleetPause(Description[PauseStep]):
-    """An operation that brings the fleet to rest. Gateways that attach meanwhile take part."""
+    """An operation that brings the fleet to rest. Gateways that attach meanwhile are included."""
 
     def __init__(self, lease: PauseLease, acts: "PauseBarrier", log: OperationJournal, clock: Clock) -> None:
         self.lease = lease
@@ -112,7 +112,8 @@ class FleetPause(Description[PauseStep]):
         return f"pause {self.lease.id} of {self.lease.holder or 'an unnamed holder'}"
 
     async def run(self) -> None:
-        """Bring the fleet to rest. Raises Retryable if it does not come to rest; requests then continue."""
+        """Bring the fleet to rest. Raises Retryable if the fleet does not come to rest by the lease's deadline;
+        requests then continue."""
         await self._operation.run()
         failure = self._operation.failure
         if failure is not None and self._is_held():  # it did not begin: the journal write failed
@@ -129,7 +130,7 @@ class FleetPause(Description[PauseStep]):
         self._end()
 
     def attached(self, node: NodeId, order: Order) -> None:
-        """Add the order to close of a gateway that attached meanwhile."""
+        """Add the order to close that was sent to a gateway that attached meanwhile."""
         self._orders[node] = order
         self._late.set()
 
@@ -189,7 +190,7 @@ class FleetPause(Description[PauseStep]):
         return lease is not None and lease.id == self.lease.id
 
     async def _all_closed(self) -> list[OperationResult]:
-        """Return the results of all gateways. Raises Retryable as soon as one cannot come to rest."""
+        """Return the results of all gateways. Raises Retryable as soon as one gateway cannot come to rest."""
         self._orders.update(self._acts.close_all())
         left_s = self.lease.quiet_by_s + ANSWER_S - self._clock.now_s()
         try:
@@ -226,7 +227,8 @@ class FleetPause(Description[PauseStep]):
 
 
 def rested(result: OperationResult | None) -> bool:
-    """Return whether the gateway carried out its order. Items of the result are engines that could not be reached."""
+    """Return whether the gateway carried out its order and reached all engines. The items of `result` are engines that
+    could not be reached."""
     return result is not None and result.status in (OperationStatus.DONE, OperationStatus.PARTIAL)
 
 

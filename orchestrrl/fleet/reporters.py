@@ -1,12 +1,13 @@
-"""Decide which of several senders counts when they report the same thing, e.g. two agents that report one engine. Pure.
+"""Decide which reports count if several senders report the same subject, e.g. two agents report one engine. Has no side
+effects.
 
-One sender at a time leads, and only its reports count. It loses the lead when its stream ends, when it has sent nothing
-for TAKEOVER_S, or when it could not read its subject for that long and another sender can. Reports that count therefore
-arrive within seconds of each other, whichever senders start or stop.
+One sender at a time is the leader, and only the leader's reports count. The leader is replaced when its stream ends,
+when it has sent nothing for TAKEOVER_S, or when it could not read its subject for TAKEOVER_S and another sender can.
+Reports that count therefore arrive within seconds of each other, even if senders start or stop.
 
-A sender is one process, identified by its incarnation, and its reports are ordered by (stream, sequence). Senders
-without an incarnation cannot be distinguished from one that has attached again: each stream then counts as a sender of
-its own, a newer one leads at once, and late reports of an older one, of which there are few, do not regain the lead.
+A sender is one process, identified by its incarnation, and its reports are ordered by (stream, sequence). Two senders
+without an incarnation cannot be distinguished from one sender that has attached again: each stream is then treated as a
+separate sender, the newest stream leads at once, and a few late reports of an older stream do not regain the lead.
 """
 
 from collections.abc import Hashable
@@ -35,7 +36,7 @@ class _Sender:
 
 @dataclass(slots=True)
 class Reporters:
-    """The senders that report one subject, with the current leader."""
+    """The senders that report one subject, and the current leader."""
 
     _senders: dict[Hashable, _Sender] = field(default_factory=dict)
     _lead: _Sender | None = None
@@ -43,7 +44,8 @@ class Reporters:
     def admit(
         self, name: str, incarnation: str, stream: int, sequence: int, now_s: float, readable: bool = True
     ) -> bool:
-        """Return whether a report counts: it is its sender's newest, and the sender leads or takes the lead now."""
+        """Return whether a report counts: it is newer than its sender's previous reports, and the sender is the leader
+        or becomes it now."""
         key = (name, incarnation or stream)
         sender = self._senders.get(key)
         if sender is None:
@@ -66,7 +68,7 @@ class Reporters:
         return True
 
     def stand_in(self) -> None:
-        """Clear the leader: another source reports the subject until a sender reports again."""
+        """Clear the leader, because another source reports the subject until a sender reports again."""
         self._lead = None
 
     def stream_ended(self, stream: int) -> None:
@@ -76,7 +78,7 @@ class Reporters:
 
     def side_by_side(self, now_s: float) -> tuple[str, ...]:
         """Return the names of the senders that report at the same time, the leader first; empty if fewer than two
-        do."""
+        senders report."""
         if len(self._senders) < 2:
             return ()
         there = [s for s in self._senders.values() if not s.ended and now_s - s.last_report_s <= REPORTING_S]

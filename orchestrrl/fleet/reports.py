@@ -12,7 +12,8 @@ from planner.model import EngineHealth, EngineId, NodeId, RequestId, RequestView
 
 @dataclass(frozen=True, slots=True)
 class SendTimes:
-    """Timestamps of one report, from which its age is estimated (sender_clocks.py). 0 means not given."""
+    """Timestamps of one report, from which its age is estimated (sender_clocks.py). 0 means that a timestamp was not
+    given."""
 
     sent_s: float = 0.0  # by the sender's clock
     ack_sent_s: float = 0.0  # when the sender's latest acknowledgement was sent, by the daemon's clock
@@ -21,7 +22,7 @@ class SendTimes:
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """An agent's report on one engine. `sequence` grows within a stream; 0 means not sent yet."""
+    """An agent's report on one engine. `sequence` grows within a stream and is 0 until the report is sent."""
 
     agent: NodeId
     sequence: int
@@ -54,7 +55,7 @@ class FinishedRequest:
 
 @dataclass(frozen=True, slots=True)
 class FailoverCounts:
-    """Requests that continued after their engine failed. A request that does so twice counts twice."""
+    """Counts of requests that continued after their engine failed. A request whose engine fails twice counts twice."""
 
     failovers: int = 0
     requests_recomputed: int = 0  # those partly computed on the failed engine
@@ -112,7 +113,7 @@ class GatewayReport:
 
 @dataclass(frozen=True, slots=True)
 class ReportAck:
-    """An acknowledgement: the daemon has folded every report of this stream up to `sequence`."""
+    """An acknowledgement that the daemon has processed every report of this stream up to `sequence`."""
 
     sequence: int
     generation: int  # of the daemon: grows at each of its starts

@@ -1,6 +1,7 @@
-"""Count the finished answers of each request group over all gateways. Values only.
+"""Count the finished answers of each request group over all gateways, without I/O.
 
-Each gateway cancels redundant requests of its own; only the daemon sees a group whose samples are spread over several.
+A gateway cancels the redundant requests of a group whose samples it serves alone; only the daemon can detect that a
+group spread over several gateways has enough answers.
 """
 
 from collections.abc import Iterable
@@ -16,14 +17,14 @@ GROUPS_REMEMBERED = 65536
 
 
 class FinishedGroups:
-    """Counts finished answers per group. A group id may be reused in a later step, but not within one."""
+    """Counts finished answers per group. A group id may be reused in a later step, but not within the same step."""
 
     def __init__(self) -> None:
         self._finished: dict[str, int] = {}
         self._enough: dict[str, None] = {}
 
     def count(self, finished: Iterable[FinishedRequest]) -> None:
-        """Count finished answers. The caller must pass each answer only once."""
+        """Add finished answers to the counts of their groups. The caller must pass each answer only once."""
         for answer in finished:
             if not answer.group or not answer.group_enough or answer.finish_reason not in USABLE:
                 continue
@@ -34,7 +35,7 @@ class FinishedGroups:
         keep_newest(self._finished, GROUPS_REMEMBERED)
 
     def take(self) -> frozenset[str]:
-        """Return the groups that have enough answers and received one since the last call."""
+        """Return the groups that have enough answers and received an answer since the last call."""
         taken, self._enough = frozenset(self._enough), {}
         return taken
 
@@ -45,7 +46,7 @@ class FinishedGroups:
 
 
 def keep_newest(entries: dict[Any, Any], most: int) -> None:
-    """Delete the oldest entries beyond `most`, in one batch: finding the first key of a dictionary walks over every key
-    deleted before it."""
+    """Delete the oldest entries beyond `most`. They are deleted in one batch, because finding the first key of a
+    dictionary passes over every deleted key before it."""
     for key in list(islice(entries, max(0, len(entries) - most))):
         del entries[key]

@@ -26,7 +26,7 @@ SPACING_LAST_S = 1.0
 
 @dataclass(slots=True)
 class _Pace:
-    """Spaces the messages that send changes: see SPACING_FIRST_S."""
+    """Enforces the minimum time between messages that send changes; see SPACING_FIRST_S."""
 
     spacing_s: float = 0.0
     sent_s: float = float("-inf")
@@ -43,7 +43,7 @@ class _Pace:
 
 @dataclass(slots=True, eq=False)
 class RoutingTable:
-    """The current routes. They are written to the journal when anything but the load changes."""
+    """The current routes. They are written to the journal when anything other than the load changes."""
 
     _config: Config
     _state: FleetState
@@ -66,12 +66,12 @@ class RoutingTable:
         self._config = config
 
     def reweigh(self, load_index: Mapping[EngineId, float | None]) -> None:
-        """Send these load indexes with the routes from now on."""
+        """Set the load indexes that are sent with the routes from now on."""
         self._load_index = load_index
 
     def recover(self) -> None:
-        """Restore the engines that were routed to or expected. A gateway that attaches before their agents do must not
-        lose them, nor send requests that it keeps for them elsewhere."""
+        """Restore from the journal the engines that had routes or were expected. A gateway that attaches before the
+        engines' agents must keep its routes to them, and keep the requests that it holds for expected engines."""
         written = self._journal.newest(EntryKind.ROUTES, _written)
         if written is None:
             return
@@ -87,7 +87,7 @@ class RoutingTable:
 
     def changed(self, *, lost: bool = False) -> None:
         """Send the routes in the next iteration of the event loop, or as soon as the pace allows. The loss of an engine
-        (`lost`) has a pace of its own, so that it does not wait behind engines that are added."""
+        (`lost`) has a separate pace, so that it is not delayed by messages about added engines."""
         pace = self._losses if lost else self._changes
         if pace.sending is not None and not pace.sending.done():
             return
@@ -105,8 +105,8 @@ class RoutingTable:
         self.send(self._state.engines(now_s))
 
     def accepts(self, engine: EngineView) -> bool:
-        """Return whether requests may go to the engine. The health of an engine without an agent is left to its
-        gateways."""
+        """Return whether requests may go to the engine. The health of an engine without an agent is not considered
+        here: its gateways check it."""
         well = engine.health is EngineHealth.OK or not self._state.reported(engine.id)
         changing = engine.id in self.draining or engine.id in self.expected
         return well and not (engine.draining or engine.outdated or changing)
@@ -117,8 +117,8 @@ class RoutingTable:
                 pace.sending.cancel()
 
     def send(self, engines: Sequence[EngineView]) -> None:
-        """Send the routes to every attached gateway whose routes differ. Repeat unchanged routes twice per expiry,
-        since a busy gateway refuses expired orders."""
+        """Send the routes to every attached gateway whose routes differ. Send unchanged routes again after half the
+        expiry time of an order, since a busy gateway refuses expired orders."""
         gateways = self._nodes.gateways()
         now_s = self._clock.now_s()
         expected = self._still_expected(self.expected, now_s)
@@ -155,8 +155,8 @@ class RoutingTable:
         return {engine: until_s for engine, until_s in expected.items() if until_s > now_s}
 
     def kv_versions(self, engines: Iterable[EngineView]) -> dict[EngineId, str]:
-        """Return a KV version per engine, including its policy version. Engines of equal version can transfer KV to
-        each other."""
+        """Return the KV version of each engine, which includes its policy version; empty if the engine cannot transfer
+        KV. Engines with the same KV version can transfer KV to each other."""
         return {
             engine.id: f"{kv}@{engine.policy_version}" if (kv := self._kv_version(engine)) else "" for engine in engines
         }
@@ -193,7 +193,8 @@ class RoutingTable:
 
 
 def _written(body: Mapping[str, Any]) -> tuple[dict[EngineId, str], dict[EngineId, float]]:
-    """Return each engine's URL, and the time until which each starting engine is expected."""
+    """Return two mappings from a journal entry: each engine's URL, and the time until which each starting engine is
+    expected."""
     urls = {EngineId(route["engine"]): str(route["url"]) for route in body["routes"]}
     return urls, {EngineId(engine): float(until_s) for engine, until_s in body.get("expected", {}).items()}
 

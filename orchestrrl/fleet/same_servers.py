@@ -1,13 +1,13 @@
-"""Find engines that have several names: group the ids that nodes use by the server they refer to. Pure.
+"""Find engines that have several names by grouping the ids that nodes use by server. Has no side effects.
 
-The configuration, agents and gateways each name engines by ids of their own. An id refers to one engine wherever it is
-used. Two ids refer to the same engine if their servers are the same, by either of:
+The configuration, agents and gateways each choose their own ids for engines. The same id always refers to the same
+engine. Two different ids refer to the same engine if either of these matches:
 
 - the server's own identity, which agents and gateways read from it (engines/vllm_info.py);
 - the address in their URLs, if both belong to one host or the address means the same on every host, and no identities
   contradict it. A loopback address alone proves nothing, since every host has one.
 
-If it is uncertain, two ids remain two engines.
+If this is uncertain, two ids remain two engines.
 """
 
 from collections.abc import Iterable, Mapping
@@ -43,8 +43,8 @@ class ServerClaim:
         return self.known_as or self.engine
 
     def follow(self, url: str, host: str, server: str, known_as: EngineId | None, now_s: float) -> bool:
-        """Apply what the source reports now and return whether anything changed. If no identity could be read and the
-        URL is the same, the previous identity is kept."""
+        """Update the claim to the source's latest report and return whether anything changed. If no identity could be
+        read and the URL is unchanged, the previous identity is kept."""
         server = server or (self.server if url == self.url else "")
         if (url, host, server, known_as) == (self.url, self.host, self.server, self.known_as):
             return False
@@ -71,7 +71,7 @@ class ServerNames:
 
     @property
     def others(self) -> dict[EngineId, list[tuple[NodeId, EngineId]]]:
-        """Return the (source, id) pairs of each engine's aliases, for engines that have any."""
+        """Return the aliases of each engine as (source, id) pairs. Engines without aliases are left out."""
         found: dict[EngineId, list[tuple[NodeId, EngineId]]] = {}
         for source, ids in self.of.items():
             for id, engine in ids.items():
@@ -79,11 +79,11 @@ class ServerNames:
         return found
 
     def is_other(self, id: EngineId) -> bool:
-        """Return whether the id is only an alias of engines."""
+        """Return whether the id is only an alias, and not the canonical id of an engine."""
         return id not in self.engines and any(id in ids for ids in self.of.values())
 
     def by_other_name(self, id: EngineId) -> EngineId | None:
-        """Return the engine with this alias; None if no engine or several have it."""
+        """Return the engine with this alias, or None if no engine or more than one engine has it."""
         found = {ids[id] for ids in self.of.values() if id in ids}
         return found.pop() if len(found) == 1 and id not in self.engines else None
 
@@ -97,7 +97,8 @@ class _Engine:
 
 
 def find_names(claims: Iterable[ServerClaim], now_s: float) -> ServerNames:
-    """Group the claims by server. The id of the lowest rank is kept; within a rank, the one claimed first."""
+    """Group the claims by server. The canonical id of a server is the id of the lowest rank or, within a rank, the id
+    that was claimed first."""
     engines: dict[EngineId, _Engine] = {}
     at: dict[tuple[ServerAddress, str], _Engine] = {}
     by_identity: dict[str, _Engine] = {}
@@ -123,8 +124,8 @@ def find_names(claims: Iterable[ServerClaim], now_s: float) -> ServerNames:
 
 
 def _place(claim: ServerClaim) -> tuple[ServerAddress, str] | None:
-    """Return the address and its host; the host is empty unless the address means another server on each host. None if
-    the place is unknown."""
+    """Return the server's address and its host. The host is empty unless the address is a loopback address. Returns
+    None if the URL has no usable address, or the host of a loopback address is unknown."""
     address = server_address(claim.url)
     if address is None or (address.local and not claim.host):
         return None
@@ -137,7 +138,7 @@ def _linked(
     at: Mapping[tuple[ServerAddress, str], _Engine],
     by_identity: Mapping[str, _Engine],
 ) -> _Engine | None:
-    """Return the engine with the same server, or None."""
+    """Return the engine with the same server identity or the same place, or None if there is none."""
     for identity in sorted(identities):
         engine = by_identity.get(identity)
         if engine is not None and not _apart(place, engine):
@@ -149,8 +150,8 @@ def _linked(
 
 
 def _apart(place: tuple[ServerAddress, str] | None, engine: _Engine) -> bool:
-    """Return whether the place is a loopback address of the engine's host with another port. These are two servers,
-    even if their identities are equal."""
+    """Return whether `place` is a loopback address on the engine's host with a different port. It is then another
+    server, even if the identities are equal."""
     if place is None or not place[1]:
         return False
     others = [address for address, host in engine.addresses if host == place[1]]
@@ -158,8 +159,8 @@ def _apart(place: tuple[ServerAddress, str] | None, engine: _Engine) -> bool:
 
 
 def _extends(engine: _Engine, claim: ServerClaim, identities: frozenset[str]) -> bool:
-    """Return whether a claim that shares only the engine's id may add facts about its server. The first agent's claim
-    may."""
+    """Return whether a claim that shares only the id with the engine may add facts about its server. It may if nothing
+    is known about the server yet, or if it is the first agent's claim; not if both have identities."""
     if engine.identities and identities:
         return False
     return not engine.addresses or (claim.rank == 1 and not engine.has_agent)

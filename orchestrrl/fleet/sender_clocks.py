@@ -1,4 +1,4 @@
-"""Estimate when a report was made, in the daemon's time, from the sender's own timestamps. Pure.
+"""Estimate when a report was made, in the daemon's time, from the sender's own timestamps. Has no side effects.
 
 The time of receipt is only an upper bound: the report may have waited in a connection, or in a busy daemon. The
 sender's timestamps add information, but its clock may be off by any amount. Let `offset` be the sender's clock minus
@@ -7,16 +7,17 @@ the daemon's.
 A report that was sent at `sent` (sender clock) and received at `received` (daemon clock) bounds the offset from below:
 `offset >= sent - received`, since it was not received before it was sent. An acknowledgement that the daemon sent at
 `ack_sent` (daemon clock) and that arrived at `ack_received` (sender clock) bounds it from above: `offset <=
-ack_received - ack_sent`. Both hold for any network delay, and each widens with the drift of the two clocks.
+ack_received - ack_sent`. Both bounds hold for any network delay, and each widens with the drift of the two clocks.
 
 If acknowledgements are echoed, the upper bound is used: the age is then never too small, and too large by at most the
 delays of the quickest acknowledgement and the quickest report. The first report of such a sender may have been queued
-and cannot be dated; it waits for the next report, which has an echo. For a sender that echoes nothing for UNDATED_S, or
-does not stamp its reports, only the lower bound is used, i.e. its quickest report: the age is too small by that
-report's delay, and a first report that was queued counts as fresh until a quicker one arrives.
+and cannot be dated; it waits for the next report, which has an echo. For a sender that echoes no acknowledgement for
+UNDATED_S, or does not stamp its reports, only the lower bound is used, i.e. its quickest report: the age is too small
+by that report's delay, and a first report that was queued counts as fresh until a quicker one arrives.
 
-If a clock is set, the bounds contradict each other and the earlier ones are dropped. For a sender that echoes nothing,
-a clock that is set back looks like a queue; its bounds are dropped after it has reported for BUCKETS * BUCKET_S.
+If a clock is set to another time, the bounds contradict each other and the earlier bounds are dropped. For a sender
+that echoes no acknowledgements, a clock that is set back looks like a queue; its bounds are dropped after it has
+reported for BUCKETS * BUCKET_S.
 """
 
 import math
@@ -35,7 +36,7 @@ UNDATED_S = 2.0
 
 @dataclass(slots=True)
 class _Bounds:
-    """An interval for the clock offset: [least_s, most_s] at `at_s`."""
+    """The bounds of the clock offset at time `at_s`: at least `least_s` and at most `most_s`."""
 
     began_s: float
     at_s: float
@@ -77,7 +78,7 @@ class SenderClock:
         return min(received_s, sampled_s - least_s)
 
     def _learn(self, least_s: float, most_s: float, now_s: float) -> tuple[float, float]:
-        """Add the bounds of one report, and return the combined bounds of all."""
+        """Add the bounds of one report, and return the combined bounds of all reports."""
         if not self._buckets or now_s - self._buckets[-1].began_s >= BUCKET_S:
             self._buckets = [*self._buckets[-BUCKETS + 1 :], _Bounds(now_s, now_s, least_s, most_s)]
         else:

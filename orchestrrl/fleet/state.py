@@ -1,9 +1,9 @@
-"""Fold the reports of agents and gateways into immutable snapshots in which every value has an age.
+"""Combine the reports of agents and gateways into immutable snapshots in which every value has an age.
 
-Contains values only: no clock, no socket. Ages run from when a sample was taken, by its sender's clock
-(sender_clocks.py), and at least from its receipt. Reports of one sender are ordered by (stream, sequence): a late or
-repeated report changes nothing. If several senders report one subject, one of them counts (reporters.py). An engine
-that has several ids on nodes is one engine here (same_servers.py).
+This module uses no clock and no socket. The age of a sample counts from when it was taken, by its sender's clock
+(sender_clocks.py), and at the latest from its receipt. Reports of one sender are ordered by (stream, sequence): a late
+or repeated report changes nothing. If several senders report one subject, only the reports of one sender count
+(reporters.py). An engine for which nodes use several ids is one engine here (same_servers.py).
 """
 
 from collections import Counter, deque
@@ -76,7 +76,8 @@ class EngineFacts:
     pool: str = ""
 
     def of(self, configuration: Configuration | None) -> "EngineFacts":
-        """Return the facts with the configuration's id, and with its limits as defaults for the engine's own."""
+        """Return the facts that the configuration implies for an engine: the configuration's id, and its limits as
+        defaults for unreported limits."""
         if configuration is None:
             return self
         sequences = self.max_sequences or configuration.max_sequences
@@ -86,7 +87,7 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class GenerationStep:
-    """One generation step: the time from when the fleet becomes busy until it is idle."""
+    """One generation step, which lasts from when the fleet becomes busy until it is idle."""
 
     started_s: float
     ended_s: float | None = None
@@ -94,7 +95,7 @@ class GenerationStep:
 
 @dataclass(slots=True)
 class TokenTotals:
-    """Counts of finished and moved requests and their tokens since the daemon's start."""
+    """The numbers of finished and moved requests, and of their tokens, since the daemon's start."""
 
     finished: int = 0
     moves_done: int = 0
@@ -130,7 +131,7 @@ class _GatewayRecord:
 
 class FleetState:
     """The reported state of the fleet. A node or engine that has not reported for `forget_after_s` is left out of
-    snapshots; an engine that another source names has health GONE instead."""
+    snapshots; but an engine that is configured, or that another node names, remains with health GONE."""
 
     def __init__(
         self,
@@ -195,11 +196,12 @@ class FleetState:
         self._named_s = float("-inf")
 
     def barred(self, engine: EngineId) -> bool:
-        """Return whether an operator has removed the engine, so that it is not part of the fleet even while it runs."""
+        """Return whether an operator has removed the engine. A removed engine is not part of the fleet even while it
+        runs."""
         return engine in self._barred
 
     def remove_engine(self, engine: EngineId) -> None:
-        """Remove a stopped engine. It returns if an agent reports it healthy again."""
+        """Remove a stopped engine. The engine is added again if an agent reports it healthy."""
         self._removed.add(engine)
         self._deployed.pop(engine, None)
         self._facts.pop(engine, None)
@@ -207,12 +209,13 @@ class FleetState:
         self._named_s = float("-inf")
 
     def remember_engine(self, engine: EngineId, url: str, at_s: float) -> None:
-        """Keep an engine to which an earlier daemon sent requests, until its agent reports it or it is forgotten."""
+        """Add an engine that the routes of an earlier daemon contain. It is dropped if no agent reports it for
+        `forget_after_s`."""
         record = self._engines.setdefault(engine, _EngineRecord())
         record.remembered_url, record.received_s = url, max(record.received_s, at_s)
 
     def fold_hello(self, hello: NodeHello, received_s: float) -> None:
-        """Record a node's hello. A gateway's hello lists its engines before its first report."""
+        """Record a node's hello message. A gateway's hello lists its engines before its first report."""
         self._hosts[hello.node] = hello.host
         keep_newest(self._hosts, HOSTS_REMEMBERED)
         if hello.kind is not NodeKind.GATEWAY:
@@ -223,17 +226,17 @@ class FleetState:
         self._claim_all(hello.node, hello.addresses, received_s)
 
     def stream_ended(self, stream: int) -> None:
-        """Mark the stream as ended, so that another sender can take over."""
+        """Mark the stream as ended, so that another sender can become the leader."""
         for engine in self._engines.values():
             engine.reporters.stream_ended(stream)
         for gateway in self._gateways.values():
             gateway.reporters.stream_ended(stream)
 
     def fold_engine(self, report: EngineReport, received_s: float, stream: int = 0) -> bool:
-        """Fold a report into the state, unless one at least as new is held or another agent's counts. Return whether it
-        was folded.
+        """Apply an agent's report to the state, unless it is older than the newest report or another agent's reports
+        count. Return whether it was applied.
 
-        The report's engine id is as returned by `named`.
+        The report must have the engine id that `named` returns.
         """
         if report.engine in self._barred:
             if report.capabilities is not None:
@@ -270,8 +273,8 @@ class FleetState:
         return True
 
     def fold_gateway(self, report: GatewayReport, received_s: float, stream: int = 0) -> list[EngineFailovers]:
-        """Fold a report into the state, unless one at least as new is held. Return the failovers that were not counted
-        before.
+        """Apply a gateway's report to the state, unless it is older than the newest report. Return the failovers that
+        were not counted before.
 
         Finished requests and failovers count once per gateway, including those of a late report.
         """
@@ -299,7 +302,7 @@ class FleetState:
         return failovers
 
     def fold_result(self, result: OperationResult) -> None:
-        """Count the items of a closed operation that moved requests."""
+        """Add the moved requests and tokens of a completed operation to the totals."""
         done = sum(item.done for item in result.items)
         self.totals.moves_done += done
         self.totals.moves_failed += len(result.items) - done
@@ -307,7 +310,7 @@ class FleetState:
         self.totals.tokens_loaded += sum(item.loaded_tokens for item in result.items)
 
     def engines(self, now_s: float) -> tuple[EngineView, ...]:
-        """Return every known engine, sorted by id. Cheaper than a snapshot."""
+        """Return every known engine, sorted by id. This is cheaper than a snapshot."""
         return tuple(self._view(engine, now_s) for engine in sorted(self._known_engines(now_s)))
 
     def snapshot(self, now_s: float) -> Snapshot:
@@ -325,12 +328,13 @@ class FleetState:
 
     @property
     def finished(self) -> tuple[FinishedLength, ...]:
-        """Return the response lengths of the current step, or of the last step until the next begins, in order of
-        finishing."""
+        """Return the response lengths of the current step, or of the last step until the next step begins, sorted by
+        the time at which the responses finished."""
         return tuple(self._finished)
 
     def gateway_of(self, request: RequestId) -> NodeId | None:
-        """Return the gateway that has the request in flight, by the newest report; None if no gateway has it."""
+        """Return the gateway that has the request in flight, according to the newest report that contains the request;
+        None if no gateway has it."""
         holders = [
             (record.reported_s, node)
             for node, record in self._gateways.items()
@@ -339,8 +343,8 @@ class FleetState:
         return max(holders)[1] if holders else None
 
     def gateways_of_groups(self, groups: frozenset[str]) -> dict[NodeId, tuple[str, ...]]:
-        """Return the gateways that have requests of these groups in flight, with those groups, by their last
-        reports."""
+        """Return, per gateway, the groups among `groups` of which it had requests in flight at its last report.
+        Gateways without such requests are left out."""
         found: dict[NodeId, tuple[str, ...]] = {}
         for node, record in self._gateways.items():
             there = {request.group for request in record.in_flight} & groups
@@ -370,14 +374,15 @@ class FleetState:
         return record.capabilities if record else None
 
     def reported(self, engine: EngineId) -> bool:
-        """Return whether an agent has ever reported the engine. If not, its health is an assumption."""
+        """Return whether an agent has ever reported the engine. The health of an engine that was never reported is an
+        assumption."""
         record = self._engines.get(engine)
         return record is not None and record.report is not None
 
     # --- limits
 
     def check_engine_report(self, report: EngineReport, now_s: float) -> None:
-        """Raise LimitReached if the report adds an engine, or a name of an engine, beyond the limit."""
+        """Raise LimitReached if the report would add an engine, or a name of an engine, beyond the limit."""
         most = CLAIMS_PER_ENGINE * self._capacity.engines
         is_new = (report.agent, report.engine) not in self._claims
         if is_new and sum(claim.rank == 1 for claim in self._claims.values()) >= most:
@@ -386,7 +391,7 @@ class FleetState:
         self._make_room(frozenset({self._names.engine(report.agent, report.engine)}), None, now_s)
 
     def check_gateway_report(self, report: GatewayReport, now_s: float) -> None:
-        """Raise LimitReached if the report adds a gateway, engines or requests beyond the limits."""
+        """Raise LimitReached if the report would add a gateway, engines or requests beyond the limits."""
         others = [record for node, record in self._live_gateways(now_s).items() if node != report.gateway]
         count = sum(len(record.in_flight) for record in others) + len(report.in_flight)
         if count > self._capacity.requests:
@@ -395,7 +400,7 @@ class FleetState:
         self._make_room(self._meant(report.gateway, engines_of(report), report.engines or ()), report.gateway, now_s)
 
     def check_hello(self, hello: NodeHello, now_s: float) -> None:
-        """Raise LimitReached if a gateway's hello adds a gateway or engines beyond the limits."""
+        """Raise LimitReached if a gateway's hello would add a gateway or engines beyond the limits."""
         if hello.kind is NodeKind.GATEWAY:
             self._make_room(self._meant(hello.node, hello.engines, hello.addresses), hello.node, now_s)
 
@@ -407,8 +412,8 @@ class FleetState:
         return frozenset(self._names.engine(gateway, name) for name in names)
 
     def _make_room(self, engines: frozenset[EngineId], gateway: NodeId | None, now_s: float) -> None:
-        """Forget nodes and engines that have not reported for long, if the limits would be exceeded otherwise. Raises
-        LimitReached if that is not enough."""
+        """Drop nodes and engines that have not reported for `forget_after_s`, if the limits would be exceeded
+        otherwise. Raises LimitReached if the limits are still exceeded."""
         record = None if gateway is None else self._gateways.get(gateway)
         new = frozenset(engine for engine in engines if engine not in self._facts and engine not in self._engines)
         if new and gateway is not None and record is not None:
@@ -421,7 +426,7 @@ class FleetState:
             raise LimitReached(fault)
 
     def _overfull(self, new: frozenset[EngineId], gateway: NodeId | None) -> str:
-        """Return which limit these additions exceed, as an error text; empty if none."""
+        """Return an error message that names the limit that these additions exceed; empty if they exceed none."""
         capacity = self._capacity
         if gateway is not None and len(self._gateways.keys() | {gateway}) > capacity.gateways:
             limit = f"at most {capacity.gateways} gateways can be registered (limits.gateways)"
@@ -445,7 +450,7 @@ class FleetState:
     # --- names and senders
 
     def names(self, now_s: float) -> ServerNames:
-        """Return the mapping from each node's ids to engines."""
+        """Return the mapping from the ids that each node uses to engines."""
         if now_s - self._named_s > NAMES_LAST_S:
             self._named_s = now_s
             live = self._live_gateways(now_s)
@@ -463,11 +468,8 @@ class FleetState:
 
     def named(self, report: EngineReport, received_s: float) -> EngineReport:
         """Return the report with the engine's canonical id and its capabilities. An agent reports capabilities once,
-        perhaps before the engine's other names were known.
-
-        A new id counts as an engine of its own until the next call of `names`, so that a starting fleet does not
-        compare all ids with each other for each report.
-        """
+        perhaps before the engine's other names were known. A new id is treated as a separate engine until the next call
+        of `names`, so that a starting fleet does not compare all ids with each other for each report."""
         claim = self._claim(report.agent, report.engine, 1)
         claim.last_report_s = received_s
         claim.capabilities = report.capabilities or claim.capabilities
@@ -482,7 +484,7 @@ class FleetState:
         return self.names(now_s).by_other_name(name) or name
 
     def engine_at(self, url: str, now_s: float) -> EngineId | None:
-        """Return the engine at this URL as seen from the daemon's host, or None if addresses do not show it. A server
+        """Return the engine at this URL as seen from the daemon's host, or None if no known address matches. A server
         is assumed to listen on both IPv4 and IPv6 loopback addresses."""
         address, names = server_address(url), self.names(now_s)
         if address is None:
@@ -510,8 +512,8 @@ class FleetState:
         return own if own is not None and self._names.engine(gateway, own) == engine else engine
 
     def urls_for(self, gateway: NodeId, engines: Iterable[EngineView]) -> dict[EngineId, str]:
-        """Return the URLs from the gateway's own command line, for engines whose reported URL is a loopback address of
-        another host and therefore useless to the gateway."""
+        """Return the URLs that the gateway's own command line gives for engines whose reported URL is a loopback
+        address on another host, which the gateway cannot reach. Other engines are left out."""
         own = {
             self._names.engine(gateway, claim.engine): claim
             for claim in self._claims.values()
@@ -531,8 +533,8 @@ class FleetState:
         return urls
 
     def reported_by(self, engine: EngineId, now_s: float) -> tuple[str, ...]:
-        """Return the agents that report the engine at the same time, the one that counts first; empty unless several
-        do."""
+        """Return the agents that report the engine at the same time, first the agent whose reports count; empty if
+        fewer than two agents report it."""
         record = self._engines.get(engine)
         return () if record is None else record.reporters.side_by_side(now_s)
 
@@ -555,7 +557,7 @@ class FleetState:
     def _taken_s(
         self, node: NodeId, report: EngineReport | GatewayReport, stream: int, sampled_s: float, received_s: float
     ) -> float | None:
-        """Return when a sample was taken, in the daemon's time; None if that is not known yet."""
+        """Return when a sample was taken, in the daemon's time; None if the time cannot be determined yet."""
         sender = (node, report.incarnation or stream)
         clock = self._clocks.get(sender)
         if clock is None:
@@ -579,7 +581,8 @@ class FleetState:
             self.groups.forget()
 
     def _busy(self, now_s: float) -> bool:
-        """Return whether any request is in flight, by gateways; if none has reported, by the engines' own samples."""
+        """Return whether any request is in flight, according to the gateways or, if no gateway has reported, to the
+        engines' own samples."""
         gateways = [record for record in self._live_gateways(now_s).values() if record.reported_s is not None]
         if gateways:
             return any(record.in_flight for record in gateways)

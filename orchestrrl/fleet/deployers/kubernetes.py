@@ -249,6 +249,7 @@ def _begun(begun: bool, what: str) -> Iterator[None]:
 
 
 def _gpus_by_engine(everyone: Mapping[str, Found]) -> dict[EngineId, tuple[GpuId, ...]]:
-    """Return the GPUs of each engine, as recorded in the annotations of its workload."""
+    """Return the GPUs of each engine, as recorded in the annotations of its workload, or of its pods if the workload is
+    gone."""
     engines = [objects.instance_of(made or pods[0]) for made, pods in everyone.values()]
     return {each.engine: each.gpus for each in engines}

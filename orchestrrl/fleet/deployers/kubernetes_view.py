@@ -232,7 +232,7 @@ class FleetView:
         return {name: self._nodes[name][1] for name in names}
 
     async def _list(self) -> dict[str, Found]:
-        """List workloads, then pods."""
+        """List workloads, then pods, so that a pod that is created meanwhile is not listed without its workload."""
         query = {"labelSelector": selector(self._fleet)}
         made: list[Object] = (await self._api.get(workloads_path(self._namespace, "apps/v1"), query))["items"]
         for each in made:

@@ -1,1 +1,1 @@
-"""Redeployments: change which engines run, in journalled steps that can be undone."""
+"""Redeployments, which change the set of running engines in journalled steps that can be undone."""

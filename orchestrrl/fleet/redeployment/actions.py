@@ -1,4 +1,5 @@
-"""Carry out single steps of a redeployment. Each step is idempotent: it observes before it acts.
+"""Carry out single steps of a redeployment. Each step is idempotent: it reads the present state before it changes
+anything.
 
 steps.py defines the order of steps; run.py journals them and undoes them.
 """
@@ -46,7 +47,7 @@ class FleetControl(Protocol):
         """Carry out moves of requests, in any daemon mode."""
 
     def plan_named(self, plan: str) -> Plan:
-        """Return the plan with this id. Raises Permanent if it is not remembered."""
+        """Return the plan with this id. Raises Permanent if the plan is no longer stored."""
 
     def redeployment_hold(self) -> str:
         """Return why no engine may be changed now; empty if a change is allowed."""
@@ -54,20 +55,21 @@ class FleetControl(Protocol):
     def redeployment_ended(self, plan: PlanId, outcome: RedeploymentOutcome) -> None: ...
 
     def weights_reported(self, engines: Sequence[EngineId], weights: ServedWeights) -> None:
-        """Record that these engines have these weights. Version None means the weights that they were started with."""
+        """Record that these engines serve `weights`. Version None means the weights that the engines were started with.
+        """
 
     def current_weights(self) -> ServedWeights:
         """Return the weights that all engines must serve."""
 
     def engine_stopped(self, engine: EngineId) -> None:
-        """Record that the engine no longer serves. A call of `engines_deployed` follows."""
+        """Record that the engine no longer serves. The caller calls `engines_deployed` afterwards."""
 
     def engines_deployed(self, running: Mapping[EngineId, DeployedInstance]) -> None:
         """Watch exactly these engines of the deployer from now on, and update the gateways' routes."""
 
     async def circuits_follow(self, engines: Sequence[EngineSpec]) -> str:
-        """Allocate circuits for exactly these engines, which are about to serve. Return a remark on the result, empty
-        without a fabric. Raises no error, and returns within its own time limit."""
+        """Allocate circuits for exactly these engines, which are about to serve. Return a remark on the result, or an
+        empty string if no fabric is configured. Raises no errors, and returns within a limited time."""
 
 
 MakeSpec = Callable[[FleetSettings, EngineId, ConfigurationId, Sequence[GpuId]], EngineSpec]
@@ -75,9 +77,9 @@ MakeSpec = Callable[[FleetSettings, EngineId, ConfigurationId, Sequence[GpuId]],
 
 @dataclass(frozen=True, slots=True)
 class FleetDeployment:
-    """The means to start and reach engines, and the settings of redeployments. `make_spec` returns what an engine of a
-    configuration on those GPUs is started with, and raises ProblemFaults. `gpus_count` and `per_node` are the fleet's.
-    """
+    """The functions that start and reach engines, and the settings of redeployments. `make_spec` returns the spec of an
+    engine of a configuration on given GPUs, and raises ProblemFaults if the engine cannot be started. `gpus_count` is
+    the number of GPUs in the fleet, and `per_node` the number per node."""
 
     deployer: Deployer
     connect: Callable[[str], ManagedEngine]
@@ -104,7 +106,7 @@ class FleetDeployment:
 
 
 def take_stock(running: dict[EngineId, DeployedInstance], found: Iterable[DeployedInstance]) -> None:
-    """Replace the known running engines by those found."""
+    """Replace the contents of `running` by the engines in `found`."""
     running.clear()
     running.update({deployed.engine: deployed for deployed in found})
 
@@ -134,13 +136,15 @@ class RedeployActions:
         return self.control_plane.clock
 
     def _spec(self, engine: EngineId) -> EngineSpec:
-        """Return the engine's spec for the current direction."""
+        """Return the engine's spec for the current direction: the old spec when undoing, otherwise the new spec, if the
+        engine has both."""
         new, old = self.redeployment.new, self.redeployment.old
         specs = (*old, *new, *self.redeployment.asleep) if self.going_back else (*new, *old, *self.redeployment.asleep)
         return next(spec for spec in specs if spec.engine == engine)
 
     async def carry_out(self, step: RedeployStep) -> str:
-        """Carry out a step in the current direction. Return a remark for the report. Raises OrchestrRLError."""
+        """Carry out a step in the current direction. Return a remark for the report. Raises OrchestrRLError if the step
+        fails."""
         kind, engine = step.kind, step.engine
         if kind is StepKind.FENCE:
             return self._fence()
@@ -169,9 +173,9 @@ class RedeployActions:
         return await actions[kind](engine)
 
     async def reference(self, *, patient: bool) -> AnswerExcerpt | None:
-        """Return an answer of a serving engine, the least loaded first; None if no engine can give one. An engine
-        without a free seat answers only after other requests end, so only `patient` callers wait for it; others use an
-        emptied engine later."""
+        """Return an answer of the least loaded serving engine that can give one, or None if no engine can. An engine
+        without a free seat answers only after other requests end, so it is used only if `patient` is set; otherwise an
+        answer can be taken later from an engine without requests."""
         found: list[tuple[bool, int, EngineId]] = []
         for spec in self.redeployment.old:
             deployed = self.running.get(spec.engine)
@@ -194,8 +198,8 @@ class RedeployActions:
             return await client.excerpt(checks.CANARY_IDS, self.deployment.tolerance.tokens)
 
     async def _fetch_reference(self, engine: EngineId) -> None:
-        """Fetch the reference answer before an engine stops. If several engines stop in parallel, one of them is
-        used."""
+        """Fetch the reference answer before an engine stops. If several engines stop in parallel, only one of them is
+        queried."""
         if self.redeployment.reference is not None or self._fetches_reference or engine not in self.running:
             return
         self._fetches_reference = True
@@ -207,8 +211,8 @@ class RedeployActions:
         self.redeployment = replace(self.redeployment, reference=reference)
 
     def expect(self, engines: Iterable[EngineId]) -> None:
-        """Announce that only these engines of the redeployment will serve soon. Until they are admitted, gateways send
-        them no requests, keep requests for them, and let none of these time out."""
+        """Announce that these engines, and no other engines of the redeployment, will serve soon. Until they are
+        admitted, gateways send them no requests, but keep requests for them without a timeout."""
         limits = self.redeployment.limits
         lasts_s = limits.drain_s + limits.stop_s + limits.start_s + limits.ready_s + limits.load_s + 2 * limits.check_s
         self._expect_nobody()
@@ -240,8 +244,9 @@ class RedeployActions:
         return f"{len(leaving)} engines accept no new requests"
 
     async def _check_before_admission(self, engines: Sequence[EngineId]) -> None:
-        """Raise Permanent if the fleet's weights changed meanwhile, or an engine ended after its verification. Other
-        engines may have needed long to start, and requests must not go to dead engines or outdated weights."""
+        """Raise Permanent if the fleet's weights have changed, or an engine has ended, since these engines were
+        verified. Other engines may have needed long to start, and requests must not go to dead engines or outdated
+        weights."""
         began, now = self.redeployment.weights, self.control_plane.current_weights()
         if now.version != began.version and now.source:
             raise Permanent(f"the fleet's weights changed meanwhile, from version {began.version} to {now.version}")
@@ -275,13 +280,13 @@ class RedeployActions:
 
     @property
     def _weights(self) -> ServedWeights:
-        """Return the weights to load: the redeployment's, or, when undoing, the fleet's current ones, which may have
-        changed since."""
+        """Return the weights to load: the weights recorded in the redeployment, or, when undoing, the fleet's current
+        weights, which may have changed since."""
         return self.control_plane.current_weights() if self.going_back else self.redeployment.weights
 
     @property
     def _reference(self) -> AnswerExcerpt | None:
-        """Return the reference answer if it is of the same weight version."""
+        """Return the reference answer if it was generated with the weight version to load, otherwise None."""
         return self.redeployment.reference if self._weights.version == self.redeployment.weights.version else None
 
     # --- steps of an engine
@@ -301,7 +306,7 @@ class RedeployActions:
             await self._clock.sleep(POLL_S)
 
     async def _busy(self, engine: EngineId) -> str:
-        """Return what the engine itself still runs; empty if nothing."""
+        """Return a description of the requests that the engine itself reports; empty if it reports none."""
         deployed = self.running.get(engine)
         if deployed is None or deployed.life is not EngineLife.ALIVE or not deployed.url:
             return ""
@@ -457,8 +462,8 @@ class RedeployActions:
 
 
 def started_with(spec: EngineSpec, weights: ServedWeights) -> EngineSpec:
-    """Return the spec with the fleet's weights as the initial checkpoint, if their location is known and can be one.
-    They need not be loaded a second time then."""
+    """Return the spec with the fleet's weights as the initial checkpoint, if their location is known and is a complete
+    checkpoint. The weights then need not be loaded a second time."""
     return replace(spec, weights=weights.source) if weights.source and not weights.tensors_only else spec
 
 

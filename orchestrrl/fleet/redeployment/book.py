@@ -1,4 +1,4 @@
-"""Record redeployments: for watchers, in the list of recent ones, and in the journal."""
+"""Record redeployments in the list of recent redeployments and in the journal, and report them to watchers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -21,8 +21,8 @@ from planner.model import ConfigurationId, EngineId
 
 @dataclass(frozen=True, slots=True)
 class EngineStart:
-    """An engine's start: the seconds from when the engines on its GPUs began to stop until it answered, and the seconds
-    that its configuration predicted."""
+    """The duration of an engine's start. `elapsed_s` counts from when the previous engines on its GPUs began to leave
+    until the engine was verified; `expected_s` is the duration that its configuration predicted."""
 
     configuration: ConfigurationId
     elapsed_s: float
@@ -48,7 +48,7 @@ HISTORY = 256  # redeployments that are remembered
 
 @dataclass(frozen=True, slots=True)
 class RecordedFleet:
-    """The engines as the last redeployment left them: serving and sleeping ones."""
+    """The serving and sleeping engines at the end of the last redeployment."""
 
     serving: tuple[EngineSpec, ...]
     asleep: tuple[EngineSpec, ...]
@@ -63,13 +63,13 @@ def write_end(log: OperationJournal, report: RedeploymentReport, fleet: Recorded
 
 
 def read_fleet(journal: JournalReader) -> RecordedFleet | None:
-    """Return the fleet as of the last redeployment, or None if none has ended."""
+    """Return the fleet at the end of the last redeployment, or None if no redeployment has ended."""
     latest = journal.latest(EntryKind.REDEPLOYMENT_ENDED)
     return None if latest is None else journal.interpret(latest, _FLEET.validate_python)
 
 
 def read_open(journal: JournalReader) -> OpenIntent[Redeployment] | None:
-    """Return the redeployment that has not ended, or None. At most one runs at a time."""
+    """Return the redeployment that has not ended, or None. At most one redeployment runs at a time."""
     opened = left_open(journal, REDEPLOYMENTS, lambda entry: REDEPLOYMENT.validate_python(entry.body["redeployment"]))
     latest = journal.latest(EntryKind.REDEPLOYMENT_ENDED)
     newest = journal.latest(EntryKind.REDEPLOYMENT_BEGAN)
@@ -92,8 +92,8 @@ def read_history(journal: JournalReader) -> dict[RedeploymentId, RedeploymentRep
 
 
 def _checked_step(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the body of a step's entry after checking the fields that a resumed redeployment reads. Raises
-    ValueError."""
+    """Return the body of a step's journal entry. Raises ValueError if a field that a resumed redeployment reads is
+    invalid."""
     StepKind(body["kind"]), body["engine"]
     if "reference" in body:
         EXCERPT.validate_python(body["reference"])
@@ -104,8 +104,8 @@ STOPS = frozenset({StepKind.STOP, StepKind.RETIRE})
 
 
 class RedeploymentBook:
-    """The recent redeployments, newest last; those of earlier daemons are read from the journal. `current` returns the
-    running or latest one."""
+    """The recent redeployments, newest last; redeployments of earlier daemons are read from the journal. `current`
+    returns the running or latest redeployment of this daemon."""
 
     def __init__(self, journal: Journal, clock: Clock, current: Callable[[], RedeploymentReport | None]) -> None:
         self.log = OperationJournal(journal, clock, REDEPLOYMENTS)
@@ -120,7 +120,8 @@ class RedeploymentBook:
         return tuple(self._all())
 
     def report(self, id: str = "") -> RedeploymentReport:
-        """Return the redeployment with this id; an empty id means the newest. Raises Permanent if it does not exist."""
+        """Return the report of the redeployment with this id; an empty id means the newest redeployment. Raises
+        Permanent if it does not exist."""
         reports = self._all()
         if not id and reports:
             return next(reversed(reports.values()))
@@ -129,7 +130,7 @@ class RedeploymentBook:
         raise Permanent(f"no redeployment {id!r} among the newest {HISTORY}" if id else "there was no redeployment yet")
 
     def newest(self, limit: int = 0) -> list[RedeploymentReport]:
-        """Return the newest redeployments first; limit 0 returns all that are remembered."""
+        """Return the `limit` newest redeployments, newest first; limit 0 returns all stored redeployments."""
         reports = list(reversed(self._all().values()))
         return reports[:limit] if limit else reports
 
@@ -148,8 +149,8 @@ class RedeploymentBook:
         self._change = asyncio.Event()
 
     def ended(self, report: RedeploymentReport, fleet: RecordedFleet) -> None:
-        """Remember an ended redeployment and journal it with the fleet that it left. Raises Permanent if the write
-        fails."""
+        """Store an ended redeployment and journal it with the engines that run at its end. Raises Permanent if the
+        journal cannot be written."""
         self._ended[report.id] = report
         for old in list(self._ended)[:-HISTORY]:
             del self._ended[old]
@@ -158,7 +159,8 @@ class RedeploymentBook:
     def note_engines(
         self, redeployment: Redeployment, report: RedeploymentReport, starts: Mapping[EngineId, EngineStart]
     ) -> None:
-        """Journal the result of each engine's steps and the duration of its start, from which later daemons learn."""
+        """Journal the result of each engine's steps and the duration of its start, from which start times are
+        predicted."""
         gpus = {spec.engine: spec.gpus for spec in redeployment.coming}
         for step_report in report.steps:
             engine = step_report.step.engine
@@ -178,7 +180,7 @@ class RedeploymentBook:
         self._journal.append(self._clock.now_s(), EntryKind.ENGINE_STOPPED, engine, {"done": done, "detail": detail})
 
     def _all(self) -> dict[RedeploymentId, RedeploymentReport]:
-        """Return all remembered redeployments, oldest first."""
+        """Return all stored redeployments, oldest first."""
         reports, current = dict(self._ended), self._current()
         if current is not None:
             reports.pop(current.id, None)

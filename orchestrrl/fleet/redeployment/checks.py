@@ -1,4 +1,5 @@
-"""Check that an engine is what a redeployment requested: its layout, its KV capacity, its answers. Pure."""
+"""Check, without side effects, that an engine has the layout and KV capacity that a redeployment requested, and answers
+correctly."""
 
 import math
 from dataclasses import dataclass
@@ -14,15 +15,16 @@ CAPACITY_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class AnswerTolerance:
-    """The limits for differences from the previous engine's answers. Other layouts sum in another order, so that logits
-    differ in their last bits; wrong weights cause far larger differences."""
+    """The limits for differences from the previous engine's answers. A different layout sums floating-point numbers in
+    a different order, so that logits differ in their last bits; wrong weights cause far larger differences."""
 
     tokens: int = 16
     mean_nats: float = 0.1  # mean |difference| of log-probabilities; another order of 16-bit sums causes 0.02
 
     @property
     def single_nats(self) -> float:
-        """Return the limit for one token. 16-bit logits alone cause differences of a quarter of a nat."""
+        """Return the limit for the difference of one token's log-probability, in nats. Rounding of 16-bit logits alone
+        causes differences of a quarter of a nat."""
         return 10 * self.mean_nats
 
 
@@ -54,8 +56,9 @@ def reading_fault(written: AnswerExcerpt, scores: tuple[float, ...], tolerance: 
 
 
 def writing_fault(reference: AnswerExcerpt, written: AnswerExcerpt, tolerance: AnswerTolerance) -> list[str]:
-    """Return a fault if the engine's own answer differs from the reference. At the first differing token both chose the
-    most likely one for the same prefix, so their probabilities must be close; later tokens cannot be compared."""
+    """Return a fault if the engine's own answer differs from the reference. At the first differing token both engines
+    chose the most likely token for the same prefix, so the probabilities of the two tokens must be close; later tokens
+    cannot be compared."""
     for place, (token, other) in enumerate(zip(written.token_ids, reference.token_ids, strict=False)):
         if token == other:
             continue

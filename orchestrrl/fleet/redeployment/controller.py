@@ -1,6 +1,6 @@
-"""Change which engines run: one redeployment at a time, for the planner's plans and for operators.
+"""Change the set of running engines for the planner's plans and for operators, one redeployment at a time.
 
-This module owns the deployment, including over restarts of the daemon: `recover` finds the running engines, stops those
+This module manages the deployment across restarts of the daemon: `recover` finds the running engines, stops the engines
 that belong to no deployment, and resumes an interrupted redeployment. run.py runs a redeployment, actions.py carries
 out its steps, and targets.py places engines.
 """
@@ -77,8 +77,8 @@ class RedeploymentController:
         return self._running
 
     async def recover(self) -> None:
-        """Adopt running engines, stop those that belong to no deployment, and resume an interrupted redeployment. Call
-        this first."""
+        """Adopt running engines, stop the engines that belong to no deployment, and resume an interrupted redeployment.
+        Must be called before the other methods."""
         await self._scan()
         opened = book.read_open(self._control_plane.journal)
         ours = self._ours() if opened is None else (*opened.intent.old, *opened.intent.new, *opened.intent.asleep)
@@ -96,8 +96,8 @@ class RedeploymentController:
         self._start(self._carry(run, self._resume(run, opened)))
 
     async def _resume(self, run: RedeploymentRun, opened: OpenIntent[Redeployment]) -> None:
-        """Resume a redeployment once the pause barrier is open. An earlier daemon may have left it closed, and no
-        request can be moved then."""
+        """Resume a redeployment once the pause barrier is open. An earlier daemon may have left the barrier closed, and
+        no request can be moved while it is closed."""
         while self._control_plane.redeployment_hold():
             await self._control_plane.clock.sleep(POLL_S)
         await run.resume(opened.steps)
@@ -144,13 +144,13 @@ class RedeploymentController:
         take_stock(self._running, await self._deployer.list_engines())
 
     def _ours(self) -> tuple[EngineSpec, ...] | None:
-        """Return the engines of the deployment; None if they are not known, in which case all engines found are
+        """Return the engines of the deployment, or None if they are unknown, in which case all engines found are
         adopted."""
         return None if self._fleet is None else (*self._fleet.serving, *self._fleet.asleep)
 
     def _drop_stopped(self, under_way: Collection[EngineSpec]) -> None:
         """Remove redeployed engines that do not serve from the routes. The last routes of an earlier daemon may list
-        them, and another engine may have their address now."""
+        these engines, and another engine may have their address now."""
         there = {engine for engine, up in self._running.items() if up.life is not EngineLife.ENDED and not up.lent}
         redeployed = (spec for report in self.history() for spec in (*report.old, *report.new))
         for engine in sorted({spec.engine for spec in (*under_way, *redeployed)} - there):
@@ -209,8 +209,9 @@ class RedeploymentController:
     # --- requests
 
     def draft(self, wish: RedeployRequest) -> tuple[Redeployment, tuple[Stage[steps.RedeployStep], ...]]:
-        """Return the redeployment that a request leads to, and its stages; no stages if the fleet already matches.
-        Raises ProblemFaults with all faults of the request, Permanent if it is not possible now."""
+        """Return the redeployment that a request leads to, and its stages. There are no stages if the fleet already has
+        the requested engines. Raises ProblemFaults with all faults of the request, Permanent if the redeployment is not
+        possible now."""
         standing = self._standing()
         id = self._next_id()
         if wish.plan and not wish.targets:
@@ -221,8 +222,8 @@ class RedeploymentController:
         return redeployment, steps.stages_of(redeployment) if _changes(redeployment) else ()
 
     def _next_id(self) -> RedeploymentId:
-        """Return the next of s1, s2, ...: a number that no redeployment or engine name has used, even if the journal
-        was lost."""
+        """Return the next id of the form s1, s2, ..., with a number that no redeployment or engine name has used, even
+        if the journal was lost."""
         used = [*self._book.ids, *self._running]
         numbers = (int(found[1]) for name in used if (found := _NUMBERED.match(name)))
         return RedeploymentId(f"s{max(numbers, default=0) + 1}")
@@ -257,7 +258,8 @@ class RedeploymentController:
         return redeployment
 
     def _check_starts(self, redeployment: Redeployment) -> None:
-        """Check all starts in advance, before any engine is stopped. Raises ProblemFaults with the faults of all."""
+        """Check all starts in advance, before any engine is stopped. Raises ProblemFaults with the faults of all
+        engines."""
         faults: list[str] = []
         asleep = {spec.engine for spec in redeployment.asleep}
         for spec in redeployment.coming:
@@ -271,8 +273,8 @@ class RedeploymentController:
             raise ProblemFaults(list(dict.fromkeys(faults)))
 
     def _offers(self, engine: EngineId) -> EngineCapabilities | None:
-        """Return the engine's capabilities as last reported; right after a redeployment, as read by its
-        verification."""
+        """Return the engine's capabilities as last reported by an agent, or as read by the redeployment's verification
+        if no agent has reported them yet."""
         verified = None if self._run is None else self._run.acts.offers.get(engine)
         return self._control_plane.state.capabilities(engine) or verified
 
@@ -282,8 +284,8 @@ class RedeploymentController:
     # --- called by `GenerationCircuits`
 
     def serving(self) -> list[EngineSpec]:
-        """Return the specs of running engines. Engines whose record was lost are left out: their ranks' traffic is
-        unknown."""
+        """Return the specs of running engines. Engines whose record was lost are left out, because the traffic of their
+        ranks is unknown."""
         there = (deployed for _, deployed in sorted(self._running.items()) if deployed.life is EngineLife.ALIVE)
         return [deployed.spec for deployed in there if deployed.spec is not None and not deployed.lent]
 
@@ -291,8 +293,8 @@ class RedeploymentController:
         return self._turn.busy
 
     def idle(self) -> bool | None:
-        """Return whether no request is in flight, by engines and gateways. None until every engine and at least one
-        gateway has reported."""
+        """Return whether no request is in flight, according to engines and gateways. Returns None if no request is
+        reported, but not every engine and at least one gateway has reported yet."""
         snapshot = self._control_plane.state.snapshot(self._control_plane.clock.now_s())
         reported = {view.id: view for view in snapshot.engines if view.age_s is not None}
         if snapshot.requests or any(view.running or view.waiting for view in reported.values()):
@@ -303,8 +305,8 @@ class RedeploymentController:
     # --- one at a time
 
     async def carry_out(self, plan: Plan) -> RedeploymentOutcome:
-        """Redeploy the fleet to `plan.instances`. Raises Permanent or ProblemFaults before anything is changed, but not
-        later."""
+        """Redeploy the fleet to `plan.instances`. Raises Permanent or ProblemFaults if the redeployment cannot begin; a
+        later failure is reported in the outcome."""
         self._check_free()
         with self._turn.preparing():
             await self._scan()
@@ -316,7 +318,8 @@ class RedeploymentController:
         return await asyncio.shield(task)
 
     def begin(self, wish: RedeployRequest) -> RedeploymentId:
-        """Start the redeployment that `draft` returns, in the background. Raises Permanent or ProblemFaults."""
+        """Start the redeployment that `draft` returns, in the background, and return its id. Raises Permanent if
+        another change is in progress or nothing would change, and the errors of `draft`."""
         self._check_free()
         if because := self._control_plane.redeployment_hold():
             raise Permanent(because)
@@ -332,7 +335,8 @@ class RedeploymentController:
             raise Permanent(f"another change of the deployment is in progress{which}")
 
     def _begin(self, redeployment: Redeployment, *, tell: bool = True) -> "asyncio.Task[RedeploymentOutcome]":
-        """Start a redeployment. With `tell`, report its end to the control plane, as the caller does not."""
+        """Start a redeployment and return its task. With `tell`, report its end to the control plane; set it unless the
+        caller does so."""
         self._run = run = self._new_run(redeployment)
         task = self._start(self._carry(run, run.run(), tell=tell))
         task.add_done_callback(_log_defect)
@@ -398,14 +402,16 @@ class RedeploymentController:
         return offers is not None and not offers.sleep
 
     def cancel(self, id: str, reason: str) -> RedeploymentReport:
-        """Undo the running redeployment. Raises Permanent if none can be cancelled."""
+        """Undo the running redeployment and return its report. Raises Permanent if no redeployment with this id is
+        running; an empty id matches any."""
         if not self._turn.busy or self._run is None or id not in ("", self._run.redeployment.id):
             raise Permanent(f"redeployment {id} is not running" if id else "no redeployment is running")
         self._run.call_off(f"called off: {reason or 'by an operator'}")
         return self._run.report()
 
     async def close(self) -> None:
-        """Stop without finishing: the next daemon resumes a running redeployment."""
+        """Stop the running redeployment without finishing it, and close the deployer. The next daemon resumes the
+        redeployment."""
         if self._task is not None and not self._task.done():
             await stop(self._task)
         await self._deployer.close()

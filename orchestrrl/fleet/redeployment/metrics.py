@@ -13,7 +13,8 @@ OUTCOMES = (OperationState.DONE, OperationState.ROLLED_BACK, OperationState.DEGR
 
 
 class RedeploymentMetrics:
-    """Counts each redeployment once when it has ended, even if it is not remembered for long."""
+    """Counts each redeployment once when it has ended. The counts do not decrease when old redeployments are dropped
+    from the history."""
 
     def __init__(self) -> None:
         self._counted: set[str] = set()
@@ -24,7 +25,7 @@ class RedeploymentMetrics:
         self._closed_s = 0.0
 
     def collect(self, history: Sequence[RedeploymentReport]) -> Iterator[Metric]:
-        """Yield the metrics. `history` contains all remembered redeployments."""
+        """Yield the metrics. `history` contains all stored redeployments."""
         ended = [report for report in history if report.state is not OperationState.RUNNING]
         for report in ended:
             if report.id not in self._counted:

@@ -1,7 +1,7 @@
 """Run a redeployment as an operation: its steps, and how they are undone.
 
-In every case it ends with the old engines, with the new ones, or, if undoing fails for some, with all others.
-core/operation.py runs the steps, journals them and resumes them after a restart.
+A redeployment ends with the old engines or with the new engines. If undoing fails for some engines, it ends with the
+remaining old engines. core/operation.py runs the steps, journals them and resumes them after a restart.
 """
 
 import logging
@@ -71,8 +71,8 @@ class RedeploymentRun(Description[RedeployStep]):
         )
 
     def elapsed_s(self, engine: EngineId) -> float | None:
-        """Return the seconds from when the engines on its GPUs began to leave until the engine was verified, or
-        None."""
+        """Return the seconds from when the previous engines on its GPUs began to leave until the engine was verified,
+        or None if it was not verified."""
         gpus = {gpu for spec in self.redeployment.coming if spec.engine == engine for gpu in spec.gpus}
         in_the_way = {spec.engine for spec in self.redeployment.leaving if gpus.intersection(spec.gpus)}
         began_s, verified_s = [], []
@@ -99,7 +99,7 @@ class RedeploymentRun(Description[RedeployStep]):
         await self._operation.run()
 
     async def resume(self, entries: Sequence[JournalEntry]) -> None:
-        """Finish a redeployment whose daemon ended. `entries` are its steps' journal entries, in order."""
+        """Finish a redeployment whose daemon ended. `entries` are the journal entries of its steps, oldest first."""
         await self._operation.resume(entries)
 
     # --- called by core/operation.py
@@ -172,13 +172,13 @@ class RedeploymentRun(Description[RedeployStep]):
         return step.kind is StepKind.ADMIT
 
     def is_optional(self, step: RedeployStep) -> bool:
-        """Return whether the redeployment succeeds even if this step fails: an engine that could not be retired is left
-        to the next redeployment."""
+        """Return whether the redeployment succeeds even if this step fails. This holds for RETIRE: an engine that could
+        not be retired is left to the next redeployment."""
         return step.kind is StepKind.RETIRE
 
     async def again(self, chain: RedeployChain, failed: RedeployStep) -> RedeployChain:
-        """Return the chain for another attempt, after freeing the GPUs of an engine that came up only in part. An
-        engine that could not be woken is started instead."""
+        """Stop an engine that came up only in part, to free its GPUs, and return the chain of steps for another
+        attempt. An engine that could not be woken is started instead."""
         if failed.engine is None or failed.kind not in (*_TAKES_GPUS, StepKind.SCALE, *steps.BRING_UP):
             return chain
         try:
@@ -235,7 +235,8 @@ def _unsettled(records: Iterable[StepEntry]) -> _Unsettled:
 
 
 def _closed_s(records: Collection[StepEntry]) -> float | None:
-    """Return the seconds from the fence until requests went to the new engines, or None if they have not."""
+    """Return the seconds from the fence step until requests went to the new engines, or None if no requests went to
+    them yet."""
     fenced_s = [record.entry["began_s"] for record in records if record.entry["kind"] == StepKind.FENCE]
     admitted_s = [
         record.entry["began_s"] + record.entry["elapsed_s"]

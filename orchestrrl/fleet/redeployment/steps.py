@@ -1,4 +1,5 @@
-"""Plan a redeployment as ordered steps from the present engines to the requested ones, and back. Pure.
+"""Plan a redeployment as ordered steps from the present engines to the requested engines, and back, without side
+effects.
 
 The order preserves these invariants: engines that stay never stop serving; no new requests go to an engine that is
 about to stop; an engine stops only when it has no request that its gateway would not take back; a GPU serves one engine
@@ -42,7 +43,7 @@ BRING_UP = (StepKind.READY, StepKind.LOAD, StepKind.WARM_UP, StepKind.VERIFY)
 
 @dataclass(frozen=True, slots=True)
 class RedeployTimeouts:
-    """The time limit of each step. A step that exceeds it has failed."""
+    """The time limits of the steps, in seconds. A step that exceeds its limit has failed."""
 
     drain_s: float = 30.0  # for unmovable requests to finish
     stop_s: float = 60.0
@@ -59,7 +60,7 @@ class RedeployTimeouts:
 
 @dataclass(frozen=True, slots=True)
 class ServedWeights:
-    """The weights that all engines must serve. `version` None means that none was set, and the model's own weights
+    """The weights that all engines must serve. `version` is None if no version was set; the model's own weights then
     apply. `source` is a folder that engines can read; empty if unknown."""
 
     version: int | None = None
@@ -70,7 +71,7 @@ class ServedWeights:
 @dataclass(frozen=True, slots=True)
 class Redeployment:
     """One change of the deployment. `old` and `new` are the complete deployments before and after. An engine in both
-    stays as it is, or is scaled if its GPUs differ."""
+    deployments keeps running unchanged, or is scaled if its GPUs differ."""
 
     id: RedeploymentId
     plan: PlanId
@@ -113,8 +114,7 @@ class Redeployment:
 
     @property
     def preparing(self) -> tuple[EngineSpec, ...]:
-        """Return the engines to verify before they serve: those that are added, and those that are scaled, with their
-        new specs."""
+        """Return the engines to verify before they serve: added engines, and scaled engines with their new specs."""
         return (*self.coming, *(new for _, new in self.scaled))
 
     @property
@@ -135,7 +135,8 @@ def can_scale(old: EngineSpec, new: EngineSpec) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RedeployStep:
-    """One step. `number` counts from 1 over a direction. `engine` is None for steps of the whole fleet."""
+    """One step of a redeployment. `number` counts from 1 in each direction. `engine` is None for steps of the whole
+    fleet."""
 
     number: int
     stage: int
@@ -149,8 +150,8 @@ class RedeployStep:
 
 @dataclass(frozen=True, slots=True)
 class RedeployRequest:
-    """A request to carry out a plan, or to run a number of engines per configuration. A count of 0 means as many as fit
-    on the GPUs that the others leave free. Not validated yet."""
+    """A request to carry out a plan, or to run a number of engines per configuration. A count of 0 means as many
+    engines as fit on the GPUs that the other configurations leave free. The fields are not validated yet."""
 
     targets: tuple[tuple[str, int], ...] = ()
     plan: str = ""
@@ -159,7 +160,7 @@ class RedeployRequest:
 
 @dataclass(frozen=True, slots=True)
 class RedeploymentReport:
-    """The state or the result of a redeployment. Times are in the daemon's seconds."""
+    """The state or the result of a redeployment. Times are in seconds of the daemon's clock."""
 
     id: RedeploymentId
     plan: PlanId
@@ -228,9 +229,9 @@ def stages_back(
 ) -> tuple[Stage[RedeployStep], ...]:
     """Return the stages back to the old engines, from any point of interruption.
 
-    `alive` are all engines of either side whose processes exist, `asleep` those that sleep. `scaled` are engines whose
-    scaling was begun, perhaps without effect. `failing` are engines that still exist although their stop was begun or
-    they have ended.
+    `alive` are all old and new engines whose processes exist, and `asleep` are the sleeping engines among them.
+    `scaled` are engines whose scaling was begun, perhaps without effect. `failing` are engines that still exist
+    although their stop was begun or they have ended.
     """
     new = [spec for spec in redeployment.coming if spec.engine in alive and spec.engine not in asleep]
     sleeping = {spec.engine for spec in redeployment.leaving if spec.engine in asleep}
@@ -260,7 +261,7 @@ def stages_back(
 
 
 def _chain(engine: EngineId, *first: StepKind) -> _Chain:
-    """Return the steps that bring an engine up, after the steps in `first`."""
+    """Return the steps in `first`, followed by the steps that bring an engine up."""
     return [(kind, engine) for kind in (*first, *BRING_UP)]
 
 
@@ -282,8 +283,8 @@ def _numbered(plan: _Plan, limits: RedeployTimeouts) -> tuple[Stage[RedeployStep
 def goes_on(
     redeployment: Redeployment, done: Collection[tuple[StepKind, EngineId | None]], alive: Collection[EngineId]
 ) -> bool:
-    """Return whether an interrupted redeployment is finished rather than undone: all new engines are verified and
-    alive, so that undoing it would cost more."""
+    """Return whether an interrupted redeployment is finished rather than undone. It is finished if all new engines are
+    verified and alive, since undoing it would then cost more."""
     ready = all((StepKind.VERIFY, spec.engine) in done and spec.engine in alive for spec in redeployment.preparing)
     # A redeployment that only stops engines is undone while all of them exist.
     began = bool(redeployment.preparing) or any((StepKind.STOP, spec.engine) in done for spec in redeployment.leaving)

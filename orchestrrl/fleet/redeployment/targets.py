@@ -1,4 +1,5 @@
-"""Turn a plan, or an operator's request, into the engines that the fleet should have, each on its GPUs. Pure."""
+"""Convert a plan, or an operator's request, into the engines that the fleet should have, each on its GPUs, without side
+effects."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,7 +47,7 @@ class TargetEngine:
 
 
 def wanted_by_plan(plan: Plan, standing: StandingEngine) -> TargetEngine:
-    """Return the engines of a plan. Raises Permanent if the fleet has changed since the plan was made."""
+    """Return the target engines of a plan. Raises Permanent if the fleet has changed since the plan was made."""
     if not plan.instances:
         raise Permanent(f"plan {plan.id} has no engines")
     there = {spec.engine: spec for spec in standing.serving if spec.engine in standing.alive}
@@ -119,7 +120,8 @@ def _target_faults(wish: RedeployRequest, configurations: Mapping[ConfigurationI
 
 
 def _keepable(targets: Sequence[tuple[ConfigurationId, int]], standing: StandingEngine) -> list[EngineSpec]:
-    """Return the wanted engines that exist, those to drop first if others do not fit."""
+    """Return the existing engines that match the targets, sorted by which to drop first if the other engines do not
+    fit."""
     untouched = {spec.engine for spec in standing.kept_anyway}
     there = [s for s in standing.serving if s.engine in standing.alive and s.engine not in untouched]
     by_configuration = {
@@ -133,8 +135,8 @@ def _keepable(targets: Sequence[tuple[ConfigurationId, int]], standing: Standing
 def _filled(
     targets: Sequence[tuple[ConfigurationId, int]], name: str, standing: StandingEngine, kept: Sequence[EngineSpec]
 ) -> list[EngineSpec] | None:
-    """Return the kept engines and new ones, or None if they do not fit. The largest engines are placed first, since
-    small ones fit into any gap."""
+    """Return the kept engines and the new engines, or None if the new engines do not fit. The largest engines are
+    placed first, since small engines fit into any gap."""
     new, configurations = list(kept), standing.configurations
     have = Counter(spec.configuration for spec in kept)
     free = _free(standing, [*standing.kept_anyway, *new])
@@ -163,8 +165,8 @@ def _free(standing: StandingEngine, specs: Iterable[EngineSpec]) -> set[GpuId]:
 
 
 def _room(free: set[GpuId], size: int, per_node: int) -> tuple[GpuId, ...] | None:
-    """Return the lowest free GPUs for an engine of this size: contiguous in one node, aligned if sizes divide the node,
-    or whole nodes. None if there are none."""
+    """Return the lowest free GPUs for an engine of this size: contiguous in one node, aligned if the size divides the
+    node, or whole nodes. Returns None if no such GPUs are free."""
     starts: Iterable[int]
     if size > per_node:
         starts = range(0, max(free, default=-1) + 1, per_node) if size % per_node == 0 else ()

@@ -19,7 +19,7 @@ class DeploymentTurn:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Hold the turn while a change is prepared, before it has a task."""
+        """Hold the lock while a change is prepared, before a task carries it out."""
         self._preparing = True
         try:
             yield
@@ -27,5 +27,5 @@ class DeploymentTurn:
             self._preparing = False
 
     def take(self, task: "asyncio.Task[Any]") -> None:
-        """Hold the turn until the task is done."""
+        """Hold the lock until the task is done."""
         self._task = task

@@ -54,8 +54,7 @@ class UnsentReports:
 
 
 class Agent:
-    """Watches engines and reports their state to the daemon until cancelled. The caller must close the engine clients.
-    """
+    """Watches engines and reports their state to the daemon until cancelled. The caller closes the engine clients."""
 
     def __init__(
         self,

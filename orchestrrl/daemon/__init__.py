@@ -1,1 +1,1 @@
-"""The daemon: the construction of its parts, its control plane, its loops, and its metrics."""
+"""The daemon: its construction, control plane, loops and metrics."""

@@ -1,4 +1,4 @@
-"""Load the daemon's configuration from one YAML file, or report every fault in it at once.
+"""Load the daemon's configuration from one YAML file, or report all faults in the file at once.
 
 `ReloadableConfig` keeps the last valid configuration if the file becomes invalid.
 """
@@ -24,16 +24,17 @@ if TYPE_CHECKING:  # imports numpy, so loaded only if a configuration names a pr
 
 
 def load_config(path: Path | str, *, with_parts: bool = False) -> Config:
-    """Return the configuration in the file. Raises ProblemFaults with every fault. `with_parts` includes faults that
-    switch drivers and the deployer find in their options, which loads their libraries. Opens no connection."""
+    """Return the configuration in the file. Raises ProblemFaults with every fault. With `with_parts`, switch drivers
+    and the deployer also check their options, for which their libraries are loaded. Opens no connection."""
     return parse_config(read_text(path), Path(path).parent, with_parts=with_parts)
 
 
 def parse_config(
     text: str, folder: Path = Path(), *, profile: "Profile | None" = None, with_parts: bool = False
 ) -> Config:
-    """Return the configuration in a text, as load_config does; files that it names are relative to `folder`. An empty
-    document is the default configuration. A given `profile` replaces the one that the document names."""
+    """Return the configuration in a text, as load_config does for a file. Files that the text names are relative to
+    `folder`. An empty document is the default configuration. `profile`, if given, replaces the profile that the
+    document names."""
     document = document_of(text)
     config, faults = validated(document)
     # Sections are checked against each other even if other sections have faults, so that all are reported at once.
@@ -55,7 +56,7 @@ def parse_config(
 
 
 def _read_profile(fleet: Any, folder: Path) -> tuple["Profile | None", list[str]]:
-    """Return the profile that the section names, or its faults."""
+    """Return the profile that the section `fleet` names, or None, and the profile's faults."""
     path = fleet.get("profile") if isinstance(fleet, dict) else None
     if not isinstance(path, str) or not path:
         return None, []
@@ -85,8 +86,8 @@ def _switch_faults(document: dict[Any, Any]) -> list[str]:
 
 
 def _start_faults(document: dict[Any, Any], profile: "Profile | None") -> list[str]:
-    """Return the faults that the deployer finds in its options, and those of engines that it could never start. Returns
-    none if the section `fleet` is invalid."""
+    """Return the faults that the deployer finds in its options, or else the faults of engines that it could never
+    start. The list is empty if the section `fleet` is invalid."""
     only, _ = validated({"fleet": document.get("fleet", {})})
     if only is None:
         return []
@@ -101,8 +102,7 @@ def _start_faults(document: dict[Any, Any], profile: "Profile | None") -> list[s
 
 
 class ReloadableConfig:
-    """The current configuration. `reload` applies the file, or keeps the present configuration and raises the
-    faults."""
+    """The current configuration. `reload` reads the file again; if it is invalid, the present configuration is kept."""
 
     def __init__(self, path: Path, config: Config) -> None:
         self._path = path
@@ -113,7 +113,8 @@ class ReloadableConfig:
         return cls(path, load_config(path, with_parts=True))
 
     def reload(self) -> Config:
-        """Return the new configuration. Raises ProblemFaults and keeps the old one if the file is invalid."""
+        """Read the file again and return the new configuration. Raises ProblemFaults and keeps the present
+        configuration if the file is invalid or changes a section that cannot change at run time."""
         fresh = load_config(self._path, with_parts=True)
         fixed = [f"{name}: cannot change while the daemon runs" for name in _fixed_changes(self.config, fresh)]
         if fixed:
@@ -123,8 +124,8 @@ class ReloadableConfig:
 
 
 def _fixed_changes(old: Config, new: Config) -> list[str]:
-    """Return the changed sections that cannot change at run time: those bound to sockets, files, devices or operations
-    in progress."""
+    """Return the names of changed sections that cannot change at run time, because sockets, files, devices or
+    operations in progress depend on them."""
     fixed = [
         name
         for name in ("listen", "limits", "journal", "metrics", "ocs", "fabric", "weights")
@@ -140,7 +141,8 @@ def _fixed_changes(old: Config, new: Config) -> list[str]:
 
 
 def document_of(text: str) -> dict[Any, Any]:
-    """Return the document's sections, without empty ones (a bare `fleet:`). Raises ProblemFaults."""
+    """Return the document's sections, without empty sections such as a bare `fleet:`. Raises ProblemFaults if the text
+    is not a YAML mapping."""
     document = parse_yaml(text)
     if document is None:
         return {}
@@ -150,7 +152,7 @@ def document_of(text: str) -> dict[Any, Any]:
 
 
 def validated(document: dict[Any, Any]) -> tuple[Config | None, list[str]]:
-    """Return the configuration, or None with every fault within a section."""
+    """Return the configuration and no faults, or None and every fault within a section."""
     try:
         return Config.model_validate(document), []
     except ValidationError as error:
@@ -158,8 +160,8 @@ def validated(document: dict[Any, Any]) -> tuple[Config | None, list[str]]:
 
 
 def cross_faults(document: dict[Any, Any], profile: "Profile | None") -> list[str]:
-    """Return the faults between entries: duplicate ids, unknown configurations, GPUs that do not exist or serve two
-    engines."""
+    """Return the faults that involve more than one entry: duplicate ids, unknown configurations, GPUs that do not
+    exist, and GPUs that serve two engines."""
     fleet = document.get("fleet")
     fleet = fleet if isinstance(fleet, dict) else {}
     configurations, engines = entries(fleet, "configurations"), entries(fleet, "engines")
@@ -184,7 +186,7 @@ def cross_faults(document: dict[Any, Any], profile: "Profile | None") -> list[st
 
 
 def known_configurations(fleet: dict[Any, Any], profile: "Profile | None") -> list[str]:
-    """Return the ids of the configurations in the section and the profile, sorted."""
+    """Return the sorted ids of the configurations in the section `fleet` and in the profile."""
     profiled = [str(engine.id) for engine in profile.configurations] if profile is not None else []
     return sorted({str(entry["id"]) for _, entry in entries(fleet, "configurations") if "id" in entry}.union(profiled))
 

@@ -1,7 +1,8 @@
-"""The daemon's decisions: each tick takes a snapshot of the fleet, requests a decision, and starts what it requires.
+"""Run the daemon's decisions: each tick takes a snapshot of the fleet, computes a decision, and starts the operations
+that the decision requires.
 
-observe -> state -> decide -> admit -> journal -> act -> observe. `run_loops` calls `fast_tick` and `slow_tick` on any
-clock; a simulation runs the same code. fleet_coordinator.py handles reports and orders.
+The cycle is: observe, update the state, decide, admit, journal, act. `run_loops` calls `fast_tick` and `slow_tick` on
+any clock, so that a simulation runs the same code. fleet_coordinator.py handles reports and orders.
 """
 
 import asyncio
@@ -141,8 +142,8 @@ class ControlPlane:
         return plan, snapshot
 
     async def _quiet(self) -> None:
-        """Wait until the fast loop's moves have ended and their effect is reported, up to a limit. The fast loop moves
-        requests most of the time, so waiting for it to become idle could last forever."""
+        """Wait until the fast loop's moves have ended and their effect is reported, for at most `operation_expiry_s`.
+        The fast loop moves requests most of the time, so without this limit the wait might never end."""
         until_s = self.clock.now_s() + self.config.fast.operation_expiry_s
         while self.clock.now_s() < until_s:
             hold = self._underway(self.fleet.state.snapshot(self.clock.now_s()))
@@ -163,7 +164,8 @@ class ControlPlane:
 
     @property
     def changes_open(self) -> int:
-        """Return the number of operations that move requests and have no result, including those about to be sent."""
+        """Return the number of operations that move requests and have no result yet, including operations about to be
+        sent."""
         return max(self.fleet.moves_open, len(self.defects.tasks))
 
     def _history(self, snapshot: Snapshot) -> History:
@@ -176,7 +178,8 @@ class ControlPlane:
         )
 
     def _underway(self, snapshot: Snapshot) -> Hold | None:
-        """Return a hold if the fleet is being changed already: the change must end and be observed first."""
+        """Return a Hold if a change of the fleet is in progress, which must end and be observed first; None
+        otherwise."""
         still = self._standing_still(snapshot)
         if still is not None:
             return still
@@ -234,8 +237,8 @@ def _digest(inputs: object) -> str:
 
 
 async def run_loops(control_plane: ControlPlane, clock: Clock, *, goes_on: bool = False) -> None:
-    """Run both loops until cancelled. With `goes_on`, a defect ends only the current tick. Otherwise, as in simulations
-    and tests, it is raised."""
+    """Run both loops until cancelled. With `goes_on`, an unexpected exception ends only the current tick. Otherwise, as
+    in simulations and tests, the exception is raised."""
     await control_plane.fleet.barrier.settle()
     tick = partial(_repeat, control_plane.defects, goes_on)
     async with asyncio.TaskGroup() as loops:
@@ -246,8 +249,8 @@ async def run_loops(control_plane: ControlPlane, clock: Clock, *, goes_on: bool 
 
 
 async def _interval_or_step(control_plane: ControlPlane, clock: Clock) -> None:
-    """Wait for the slow loop's next tick: an interval, or one fast interval after a new step begins, when its requests
-    have arrived."""
+    """Wait for the slow loop's next tick: until the loop's interval has passed, or until one fast interval after a new
+    step begins, when the step's requests have arrived."""
     began = control_plane.fleet.step_began
     await until_set(clock, began, control_plane.config.slow.interval_s)
     if began.is_set():

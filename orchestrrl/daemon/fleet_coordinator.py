@@ -39,7 +39,7 @@ MOVES_SHOWN = 64  # the latest
 
 
 class FleetCoordinator:
-    """Manages engines, gateways, their requests, routes and pauses. The constructor recovers their state from the
+    """Manages the fleet's engines, gateways, requests, routes and pauses. The constructor recovers their state from the
     journal."""
 
     def __init__(
@@ -94,7 +94,8 @@ class FleetCoordinator:
         self.membership_changes.reconfigure(config)
 
     async def close(self, drain_s: float) -> None:
-        """Wait up to `drain_s` for open results. Operations that remain open are settled by the next generation."""
+        """Wait up to `drain_s` for the results of open operations. Operations that remain open are settled by the next
+        daemon."""
         left = await self.runner.drain(drain_s)
         self.routes.close()
         await stop(*self.defects.tasks, *self.barrier.waiting, *self.canceller.waiting)
@@ -105,7 +106,8 @@ class FleetCoordinator:
     # --- observe
 
     def engine_reported(self, report: EngineReport, stream: int) -> ReportAck:
-        """Fold an agent's report into the fleet state and return its acknowledgement. Raises LimitReached."""
+        """Apply an agent's report to the fleet state and return the acknowledgement. Raises LimitReached if the report
+        would exceed a limit of the configuration."""
         now_s = self.clock.now_s()
         report = replace(report, agent=self.nodes.id_of(report.agent, report.incarnation, stream))
         self.state.check_engine_report(report, now_s)
@@ -133,7 +135,8 @@ class FleetCoordinator:
         return ReportAck(report.sequence, self.journal.generation, now_s)
 
     def gateway_reported(self, report: GatewayReport, stream: int) -> ReportAck:
-        """Fold a gateway's report into the fleet state and return its acknowledgement. Raises LimitReached."""
+        """Apply a gateway's report to the fleet state and return the acknowledgement. Raises LimitReached if the report
+        would exceed a limit of the configuration."""
         now_s = self.clock.now_s()
         report = replace(report, gateway=self.nodes.id_of(report.gateway, report.incarnation, stream))
         self.state.check_gateway_report(report, now_s)
@@ -155,8 +158,8 @@ class FleetCoordinator:
         self.nodes.stream_ended(stream)
 
     def attach(self, hello: NodeHello) -> Attachment:
-        """Attach a node to its stream of orders. Its routes are sent first, then its open operations. Raises
-        LimitReached."""
+        """Attach a node to its stream of orders. A gateway's routes are sent first, then its open operations. Raises
+        LimitReached if the node would exceed a limit of the configuration."""
         now_s = self.clock.now_s()
         self.state.check_hello(hello, now_s)
         attachment = self.nodes.attach(hello, now_s)
@@ -168,7 +171,7 @@ class FleetCoordinator:
         return attachment
 
     def _attach(self, hello: NodeHello, now_s: float) -> None:
-        """Record the hello of an attached node, and send its first orders."""
+        """Record the hello message of an attached node, and send its first orders."""
         self.state.fold_hello(hello, now_s)
         self.note(EntryKind.NODE_ATTACHED, hello.node, {"kind": hello.kind, "version": hello.version, "url": hello.url})
         logger.info("%s %s attached", hello.kind, hello.node)
@@ -194,8 +197,8 @@ class FleetCoordinator:
     # --- act
 
     async def move(self, request: RequestId, to_engine: EngineId) -> MovesOutcome:
-        """Carry out a move that an operator orders. Raises ProblemFaults for unknown ids, Permanent if the request must
-        not move."""
+        """Carry out a move that an operator orders. Raises ProblemFaults if an id is unknown, Permanent if the request
+        must not move."""
         self.barrier.check_open()
         snapshot = self.state.snapshot(self.clock.now_s())
         to_engine = self.state.engine_called(to_engine, snapshot.now_s)
@@ -212,7 +215,7 @@ class FleetCoordinator:
 
     @property
     def moves_open(self) -> int:
-        """Return the number of operations that move requests and have no result."""
+        """Return the number of operations that move requests and have no result yet."""
         return sum(isinstance(opened.order.action, MoveRequests) for opened in self.runner.open)
 
     def _closed(self, operation: Operation, result: OperationResult) -> None:
@@ -273,7 +276,7 @@ class FleetCoordinator:
         self.routes.send(self.state.engines(self.clock.now_s()))
 
     def _configuration_of(self, engine: EngineId) -> ConfigurationId | None:
-        """Return the engine's configuration, or else its implicit one."""
+        """Return the engine's configuration, or its implicit configuration if it has no configured one."""
         return self.state.configuration_of(engine) or self.planning.implicit_configuration(engine)
 
     def _note_step_end(self) -> None:

@@ -1,8 +1,9 @@
-"""Estimate the costs of the fleet's engines: the configured profile, re-fitted to measurements while they run.
+"""Estimate the costs of the fleet's engines: the configured profile, re-fitted to measurements while the engines run.
 
-Performs no I/O: reports and results are passed in, and each tick reads the estimates. A re-fit replaces an estimate
-only if it differs notably, so that plans do not fluctuate with noise. A restarted daemon begins with the configured
-profile and learns again; only the durations of starts and the fixed part of moves are recovered from the journal.
+This module performs no I/O: reports and results are passed in, and each tick reads the estimates. A re-fit replaces an
+estimate only if the new value differs notably, so that plans do not fluctuate with noise. A restarted daemon begins
+with the configured profile and learns again; only the durations of starts and the fixed part of moves are recovered
+from the journal.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -57,7 +58,7 @@ class _Watched:
 
 
 def given_profile(configuration: Configuration, date: str) -> EngineProfile:
-    """Return a configuration from the configuration file as an initial profile."""
+    """Return the initial profile of a configuration in the configuration file."""
     alpha_s, most = configuration.alpha_s, configuration.max_sequences
     base_s = Curve((0.0, float(most)), (alpha_s, alpha_s + configuration.beta_s * most))
     return EngineProfile(
@@ -81,7 +82,8 @@ class CostEstimates:
 
     @property
     def straight(self) -> bool:
-        """Return whether each step time is linear in the batch, so that the coming batches do not matter."""
+        """Return whether the step time of each configuration is linear in the batch, so that `lines` does not depend on
+        the coming batches."""
         return all(
             profile.id in self.as_written or (len(profile.step.base_s.xs) <= 2 and not profile.spill_capacity_tokens)
             for profile in self.profiles
@@ -90,8 +92,9 @@ class CostEstimates:
     def lines(
         self, snapshot: Snapshot, gpus_count: int, remaining_tokens: Sequence[float] = ()
     ) -> tuple[Configuration, ...]:
-        """Return each configuration with its step time as a line over the coming batches. `remaining_tokens` are those
-        of the requests in flight, which determine the line for curves that bend."""
+        """Return each configuration with its step time approximated as a linear function over the coming batches.
+        `remaining_tokens` has the expected remaining tokens of each request in flight, which determine the
+        approximation if the curve is not linear."""
         count = max(1, len(snapshot.requests))
         context = sum(request.context_tokens for request in snapshot.requests) / count
         return tuple(
@@ -116,8 +119,8 @@ class LiveProfile:
         self._begin(fleet)
 
     def assume(self, assumed: AssumedProfile) -> None:
-        """Add an implicit configuration, unless it exists. Without a prior its estimate is used from LEAST_SAMPLES
-        observed batches on."""
+        """Add an implicit configuration, unless it exists. If it has no prior, its estimate is used only after
+        LEAST_SAMPLES observed batches."""
         if assumed.profile.id not in self._known:
             self._known[assumed.profile.id] = ConfigurationEstimate(assumed.profile, self._today, assumed=assumed)
 
@@ -130,7 +133,7 @@ class LiveProfile:
         return 0 if known is None else known.taken
 
     def configured(self, fleet: FleetSettings) -> None:
-        """Apply a reloaded configuration. Learned estimates are kept, unless the configured costs that they rest on
+        """Apply a reloaded configuration. Learned estimates are kept, unless the configured costs from which they began
         have changed."""
         if (fleet.configurations, fleet.profile_value()) != self._costs:
             self._begin(fleet)
@@ -169,8 +172,9 @@ class LiveProfile:
     def moved(
         self, moves: Sequence[MovedRequest], configuration_of: Callable[[EngineId], ConfigurationId | None]
     ) -> None:
-        """Learn from the finished moves of one operation. Moves to one engine are prefilled together: their total
-        tokens took as long as the last of them. KV transfers are independent of each other."""
+        """Learn from the finished moves of one operation. The contexts of moves to one engine are prefilled together,
+        so the longest of these moves gives the time of their total tokens. KV transfers are independent of each other.
+        """
         self._learn_fixed(moves)
         tokens: dict[EngineId, list[int]] = {}
         seconds: dict[EngineId, float] = {}
@@ -191,7 +195,8 @@ class LiveProfile:
                 self._known[configuration].observe_recompute(contexts, seconds[engine])
 
     def _learn_fixed(self, moves: Sequence[MovedRequest]) -> None:
-        """Learn the fixed part of moves. Moves of one operation share any stall, so they count as one sample."""
+        """Learn the fixed part of the duration of moves. A stall affects all moves of one operation, so together they
+        are one sample."""
         found = fixed_parts(moves)
         for method in MoveMethod:
             seconds = [seconds for by, seconds in found if by is method]
@@ -205,20 +210,21 @@ class LiveProfile:
                 self._note(ConfigurationId(""), {**body, "samples": len(part.measured_s)})
 
     def begin_fixed(self, method: MoveMethod, seconds: float) -> None:
-        """Use this fixed part of moves by `method` until some are measured."""
+        """Set the fixed part of the duration of moves by `method`, which is used until moves are measured."""
         self._fixed[method] = FixedMoveCost(seconds)
         self._fixed_noted_s[method] = seconds
 
     def _loaded(self, configuration: ConfigurationId | None, item: OperationItemResult) -> None:
-        """Learn from a KV transfer. Each GPU of an engine holds a part of the KV, and all parts are sent in
+        """Learn from a KV transfer. Each GPU of an engine holds a part of the KV cache, and all parts are sent in
         parallel."""
         if configuration in self._known and self._transfers is not None:
             tokens = max(1, round(item.loaded_tokens / self._known[configuration].profile.parallelism.gpus))
             self._transfers.observe(tokens * self._priced.kv_bytes_per_token, item.duration_s)
 
     def started(self, starts: Iterable[EngineStart]) -> None:
-        """Learn from engines that a change of the deployment started. Starts with another expected `switch_s` are
-        skipped: the configuration has been corrected since, so they were started by other means or elsewhere."""
+        """Learn from the starts of engines in redeployments. Starts whose expected duration differs from the configured
+        `switch_s` are skipped: the configuration has been corrected since, so they may have been made by other means or
+        elsewhere."""
         for start in starts:
             known = self._known.get(start.configuration)
             if known is not None and start.expected_s == known.given.switch_s:
@@ -245,7 +251,7 @@ class LiveProfile:
         return tuple(known for known in self._known.values() if known.scaled)
 
     def moves(self) -> MoveCosts | None:
-        """Return the estimated costs of moves; None if no profile contains any."""
+        """Return the estimated costs of moves; None if no profile contains costs of moves."""
         fitted = None if self._recompute is None else self._recompute.fitted()
         if self._moves is None or fitted is None:
             return self._moves
@@ -253,8 +259,8 @@ class LiveProfile:
         return replace(self._moves, recompute_s=fitted.curve, provenance=provenance)
 
     def moving(self, nic_share: float = 1.0) -> KvTransferCost:
-        """Return the costs of moves for a plan. KV transfer is possible only if configured; between nodes it gets that
-        share of the NICs."""
+        """Return the costs of moves for a plan. KV transfer is possible only if it is configured; between nodes it gets
+        the share `nic_share` of the NICs' bandwidth."""
         moves, links = self.moves(), self._links
         rebuilt_tokens = moves.rebuilt_tokens() if moves is not None else None
         recompute_s = self.recompute_fixed_s
@@ -281,7 +287,8 @@ class LiveProfile:
 
     @property
     def recompute_fixed_s(self) -> float:
-        """Return the seconds that a moved running request stands still in addition to the prefill of its context."""
+        """Return for how many seconds a moved running request produces no tokens, in addition to the prefill of its
+        context."""
         return self._fixed[MoveMethod.RECOMPUTE].seconds
 
     def notes(self) -> tuple[str, ...]:

@@ -205,7 +205,8 @@ class DaemonCollector(Collector):
 
 
 async def serve_metrics(daemon: Daemon, address: str) -> web.AppRunner:
-    """Serve /metrics until the runner is cleaned up. Raises Permanent if the address is in use."""
+    """Start to serve /metrics and return the runner, whose cleanup stops the server. Raises Permanent if the address is
+    in use."""
     registry = CollectorRegistry()
     registry.register(DaemonCollector(daemon))
 

@@ -12,8 +12,8 @@ logger = logging.getLogger(__name__)
 
 
 class ModeSwitch:
-    """The daemon's mode. Falls back to `advise` if the journal is damaged, or if the same exception ends consecutive
-    ticks of a part. The constructor recovers the mode from the journal."""
+    """The daemon's mode. The mode falls back to `advise` if the journal is damaged, or if the same exception ends
+    consecutive ticks of a loop that acts on the fleet. The constructor recovers the mode from the journal."""
 
     def __init__(self, configured: Mode, journal: Journal, clock: Clock) -> None:
         self.defects = Defects(clock, self._stop_acting)
@@ -24,8 +24,8 @@ class ModeSwitch:
         self.current = self._recovered()
 
     def set(self, mode: Mode, reason: str) -> Mode:
-        """Set the mode and return the previous one. It persists over restarts while the configured mode stays the
-        same."""
+        """Set the mode and return the previous mode. The new mode persists over restarts while the configured mode
+        stays the same."""
         previous = self.current
         body = {"mode": mode, "previous": previous, "reason": reason, "configured": self._configured}
         if mode is Mode.ACT:
@@ -38,7 +38,7 @@ class ModeSwitch:
         return previous
 
     def reconfigure(self, mode: Mode) -> None:
-        """Apply the mode of a reloaded configuration if it differs from the previous one."""
+        """Apply the mode of a reloaded configuration if it differs from the previously configured mode."""
         before, self._configured = self._configured, mode
         if mode is Mode.ACT and self._journal.damage:
             logger.warning("mode stays advise: %s", self.reason)
@@ -51,7 +51,8 @@ class ModeSwitch:
             self._only_advise(_damage_of(self._journal))
 
     def _stop_acting(self, defect: Defect) -> None:
-        """Switch to `advise` after the same exception has ended ticks of an acting part repeatedly."""
+        """Switch to `advise` after the same exception has repeatedly ended ticks of a part of the daemon that acts on
+        the fleet."""
         if self.current is not Mode.ACT or defect.part not in ACTING:
             return
         self._only_advise(f"{defect.part} failed {REPEATED} times in a row: {defect}")
@@ -66,7 +67,8 @@ class ModeSwitch:
             self.reason = f"{reason} (not journalled: {error})"
 
     def _recovered(self) -> Mode:
-        """Return the configured mode, unless an operator has set another since it was configured."""
+        """Return the configured mode, or the mode that an operator has set since it was configured. Returns `advise` if
+        the journal is damaged."""
         journal, configured = self._journal, self._configured
         if journal.damage:
             self.reason = _damage_of(journal)

@@ -1,4 +1,4 @@
-"""Store plans and their results, notify their watchers, and apply an operator's controls of the planner.
+"""Store plans and their results, notify watchers, and store the controls that operators set for the planner.
 
 Plans and controls are journalled, and recovered from the journal after a restart.
 """
@@ -52,7 +52,7 @@ class PlanBook:
         self._watchers: set[asyncio.Queue[PlanEvent | None]] = set()
 
     def recover(self) -> None:
-        """Recover from the journal: the latest plans with their results, and the operator's control."""
+        """Recover the latest plans with their results, and the operator's control, from the journal."""
         for entry in self._journal.tail(REMEMBERED, (EntryKind.PLAN,)):
             if (plan := self._journal.interpret(entry, _plan_from)) is not None:
                 self._plans[plan.id] = plan
@@ -80,13 +80,13 @@ class PlanBook:
         return next(reversed(self._plans.values()), None)
 
     def get(self, plan: PlanId) -> Plan:
-        """Return the plan. Raises Permanent if it is not remembered."""
+        """Return the plan. Raises Permanent if it is not among the stored plans."""
         if plan not in self._plans:
             raise Permanent(f"plan {plan!r} is not among the {REMEMBERED} newest")
         return self._plans[plan]
 
     def newest(self, limit: int) -> list[Plan]:
-        """Return the newest plans first; limit 0 returns all that are remembered."""
+        """Return the `limit` newest plans, newest first; limit 0 returns all stored plans."""
         plans = list(reversed(self._plans.values()))
         return plans[:limit] if limit else plans
 
@@ -101,14 +101,15 @@ class PlanBook:
         self._notify_watchers(plan)
 
     def acted(self, plan: PlanId, done: bool, detail: str) -> None:
-        """Record that a plan was carried out as `detail` describes; `done` is False if it had no effect."""
+        """Record the result of carrying out a plan. `done` is False if the plan had no effect; `detail` describes the
+        result."""
         self._journal.append(self._clock.now_s(), EntryKind.PLAN_ACTED, plan, {"done": done, "detail": detail})
         if plan in self._plans:
             self._plans[plan] = replace(self._plans[plan], acted=done, acted_detail=detail)
             self._notify_watchers(self._plans[plan])
 
     def deployment_ended(self, plan: PlanId, outcome: RedeploymentOutcome) -> None:
-        """Record that a change of engines ended. A failed change starts the cooldown too."""
+        """Record that a redeployment ended. A failed redeployment also starts the cooldown."""
         body = {"done": outcome.done, "detail": outcome.detail, "ended_s": outcome.ended_s}
         self._journal.append(self._clock.now_s(), EntryKind.DEPLOYMENT_ENDED, plan, body)
         self.last_redeploy_s = outcome.ended_s
@@ -118,8 +119,9 @@ class PlanBook:
     def step_ended(
         self, step: GenerationStep, still_s: Callable[[float, float], float] = lambda from_s, to_s: 0.0
     ) -> None:
-        """Record the actual makespan of each of the step's plans: seconds from the plan to the step's end, without the
-        time in which the fleet was paused, which no plan predicts. `still_s(from_s, to_s)` returns that time."""
+        """Record the actual makespan of each plan of the step: the seconds from the plan to the step's end, without the
+        time in which the fleet was paused, which plans do not predict. `still_s(from_s, to_s)` returns the paused time.
+        """
         assert step.ended_s is not None
         ended_s = step.ended_s
         outcomes = [
@@ -135,8 +137,8 @@ class PlanBook:
         self._calibrate(ended_s, outcomes)
 
     def _calibrate(self, ended_s: float, plans: Sequence[tuple[Plan, float]]) -> None:
-        """Update the calibration. A prediction holds until the next plan is acted on, so plans before the last act are
-        skipped."""
+        """Update the calibration of predictions. A prediction is valid until a later plan is carried out, so plans
+        before the last plan that was carried out are skipped."""
         last_act = max((place for place, (plan, _) in enumerate(plans) if plan.acted), default=0)
         outcomes = [
             (plan.predicted_s / plan.correction, actual_s)
@@ -151,7 +153,8 @@ class PlanBook:
     def override(
         self, configuration: ConfigurationId, known: Collection[ConfigurationId], reason: str, ttl_s: float
     ) -> OperatorControl:
-        """Restrict the planner to a configuration. Raises ProblemFaults if it is unknown."""
+        """Restrict the planner to one configuration for `ttl_s` seconds. Raises ProblemFaults if the configuration is
+        unknown or `ttl_s` is invalid."""
         faults = lifetime_faults(ttl_s)
         if configuration not in known:
             listing = ", ".join(sorted(known)) or "none; add it to fleet.configurations"
@@ -163,7 +166,7 @@ class PlanBook:
         )
 
     def pin(self, reason: str, ttl_s: float) -> OperatorControl:
-        """Keep the present deployment. Raises ProblemFaults."""
+        """Keep the present deployment for `ttl_s` seconds. Raises ProblemFaults if `ttl_s` is invalid."""
         if faults := lifetime_faults(ttl_s):
             raise ProblemFaults(faults)
         return self._set(OperatorControl(ControlState.PINNED, None, reason, expiry_s(self._clock.now_s(), ttl_s)))
@@ -184,7 +187,7 @@ class PlanBook:
             self._watchers.discard(queue)
 
     def close(self) -> None:
-        """End every watch."""
+        """End the iterators of all watchers."""
         for queue in self._watchers:
             queue.put_nowait(None)
 

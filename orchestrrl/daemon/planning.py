@@ -1,5 +1,5 @@
-"""Collect the expectations of both loops: costs of engines and moves, output lengths, the use of links by others. Build
-from them the planning problem of the slow loop.
+"""Collect the estimates that both loops use (costs of engines and moves, output lengths, and the use of links by other
+traffic), and build the planning problem of the slow loop from them.
 
 Telemetry arrives on the event loop; a problem, once built, is self-contained and can be solved in a thread.
 """
@@ -59,8 +59,8 @@ LIKE_OTHERS = ", of engines with the same model"
 
 class Planning:
     """The inputs of both loops. `note` and `today` are as for LiveProfile. `unstartable` returns the configurations of
-    which no engine can be started, with the reasons. `known_output_tokens` are a simulation's, for an oracle's plans.
-    """
+    which no engine can be started, with the reasons. `known_output_tokens` are the true output lengths in a simulation,
+    for plans with perfect knowledge."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Planning:
     # --- learn
 
     def recover(self, journal: Journal) -> None:
-        """Recover from what earlier generations journalled."""
+        """Recover learned values from the journal entries of earlier daemons."""
         self.lengths.recover(journal)
         # Engine starts are rare, so their durations are recovered instead of learned again.
         for entry in journal.tail(STARTS_REMEMBERED, (EntryKind.ENGINE_STARTED,)):
@@ -112,15 +112,17 @@ class Planning:
         self.lines = cost_estimates.lines(snapshot, gpus_count(config, snapshot, cost_estimates.profiles))
 
     def share_nics(self, left: LeftForMoves) -> None:
-        """Use this remaining bandwidth to price KV moves from now on."""
+        """Set the bandwidth that other traffic leaves for KV transfers, from which their costs are computed from now
+        on."""
         self._nics = left
 
     def observe(self, report: EngineReport, configuration: ConfigurationId | None) -> None:
-        """Learn from a folded report. Steps on crowded links carry no information about the engine."""
+        """Learn from an agent's report. Reports of engines on congested links are ignored, since other traffic slows
+        their steps."""
         self.costs.observe(report, configuration, crowded_links=self._nics.share < NICS_CROWDED)
 
     def offered(self, engine: EngineId, capabilities: EngineCapabilities | None) -> None:
-        """Derive the implicit configuration of an engine without a configured one from its capabilities."""
+        """Derive an implicit configuration from the engine's capabilities, if the engine has no configured one."""
         before = self._assumed.get(engine)
         if capabilities is not None and (before is None or before[0] != capabilities):
             assumed = assumed_of(engine, capabilities)
@@ -131,8 +133,8 @@ class Planning:
     # --- implicit configurations
 
     def implicit_configuration(self, engine: EngineId) -> ConfigurationId | None:
-        """Return the engine's implicit configuration, even if its step times are not learned yet; None if it has
-        none."""
+        """Return the engine's implicit configuration, even if its step times are not learned yet; None if the engine
+        has none."""
         held = self._assumed.get(engine)
         return None if held is None else held[1].profile.id
 
@@ -153,7 +155,7 @@ class Planning:
 
     def _stand_ins(self, cost_estimates: Collection[ConfigurationId]) -> dict[str, ConfigurationId]:
         """Return, per model, the implicit configuration with the most observed batches. An engine that has been idle is
-        assumed to be as fast as others that serve the same model."""
+        assumed to be as fast as the other engines that serve the same model."""
         best: dict[str, tuple[int, ConfigurationId]] = {}
         for capabilities, assumed in self._assumed.values():
             model, name = capabilities.serving.model, assumed.profile.id
@@ -162,7 +164,7 @@ class Planning:
         return {model: name for model, (_, name) in best.items()}
 
     def step_times(self, snapshot: Snapshot) -> Mapping[EngineId, StepTimeEstimates]:
-        """Return the source of each engine's step times, or why there are none."""
+        """Return the source of each engine's step times, or the reason why they are unknown."""
         estimates = {estimate.profile.id: estimate for estimate in self.costs.estimates()}
         identified = self.identified(snapshot)
         return {engine.id: self._step_times(engine, estimates) for engine in identified.engines}
@@ -170,7 +172,8 @@ class Planning:
     def _step_times(
         self, engine: EngineView, estimates: Mapping[ConfigurationId, ConfigurationEstimate]
     ) -> StepTimeEstimates:
-        """Return the source of the step times of an engine of an identified snapshot."""
+        """Return the source of an engine's step times, or the reason why they are unknown. `engine` must be from a
+        snapshot that `identified` returned."""
         own = self.implicit_configuration(engine.id)
         estimate = estimates.get(engine.configuration) if engine.configuration is not None else None
         if estimate is not None:
@@ -185,7 +188,8 @@ class Planning:
         return StepTimeEstimates("", f"{self._assumed[engine.id][1].unknown}; {learnt}")
 
     def configurations(self) -> tuple[Configuration, ...]:
-        """Return the configurations for the fast loop: those of the latest plan, and implicit ones added since."""
+        """Return the configurations for the fast loop: the configurations of the latest plan, and implicit
+        configurations added since."""
         planned = {line.id for line in self.lines}
         since = (profile for profile in self.costs.cost_estimates().profiles if profile.id not in planned)
         return (*self.lines, *(profile.configuration() for profile in since))
@@ -193,7 +197,7 @@ class Planning:
     # --- answer
 
     def remaining_tokens(self, snapshot: Snapshot) -> Mapping[RequestId, float]:
-        """Return the expected remaining tokens of the requests in flight, for the fast loop."""
+        """Return the expected number of remaining tokens of each request in flight, for the fast loop."""
         if self._config.fast.policy is FastPolicy.NONE:
             return {}
         slow, known = self._config.slow, self.known_output_tokens
@@ -206,8 +210,8 @@ class Planning:
         return self._remaining.remaining_tokens(snapshot, slow.bin_tokens, slow.max_output_tokens, self._expected)
 
     def distributions(self, snapshot: Snapshot) -> LengthDistributions | None:
-        """Return the length distributions of the requests in flight, as of the latest `remaining_tokens`; None if
-        unknown."""
+        """Return the length distributions of the requests in flight, as of the latest call of `remaining_tokens`; None
+        if unknown."""
         known = self.known_output_tokens
         if self._config.fast.policy is FastPolicy.NONE:
             return None
@@ -225,8 +229,8 @@ class Planning:
         control: OperatorControl,
         can_deploy: bool,
     ) -> Callable[[], Plan]:
-        """Build the planning problem from the present state. Calling the result makes the plan, with notes on its
-        inputs."""
+        """Build the planning problem from the present state, and return a function that solves it and returns the plan,
+        with notes on its inputs."""
         there = {engine.id for engine in snapshot.engines}
         unconfigured = {engine.id for engine in snapshot.engines if engine.configuration is None}
         self._assumed = {engine: held for engine, held in self._assumed.items() if engine in unconfigured}
@@ -274,7 +278,7 @@ class Planning:
         return MovePricing(profiles, self.costs.moving(self._nics.share), gpus.per_node if gpus else 8, kv_versions)
 
     def _unknown(self, snapshot: Snapshot) -> str:
-        """Return why step times of engines are unknown; empty if all are known."""
+        """Return the reason why step times of engines are unknown; empty if all step times are known."""
         return unknown_step_times(
             {engine: times.detail for engine, times in self.step_times(snapshot).items() if not times.source}
         )
@@ -290,7 +294,8 @@ class Planning:
 
 
 def _move_fixed(body: Mapping[str, Any]) -> tuple[MoveMethod, float] | None:
-    """Return the learned fixed part of moves by a method. None for other figures of a profile."""
+    """Return a move method and the learned fixed part of its duration in seconds; None if the journal entry is about
+    another number."""
     if body.get("figure") != MOVE_FIXED:
         return None
     return MoveMethod(body["method"]), float(body["value"])
@@ -303,8 +308,8 @@ def _starts(body: Mapping[str, Any]) -> tuple[EngineStart, ...]:
 
 
 def gpus_count(config: Config, snapshot: Snapshot, profiles: Sequence[EngineProfile]) -> int:
-    """Return the number of GPUs that may serve. Without fleet.gpus, count those of the engines, by their
-    configurations' `profiles`."""
+    """Return the number of GPUs that may serve: fleet.gpus, or, if it is not configured, the number of GPUs of all
+    engines, according to the `profiles` of their configurations."""
     if config.fleet.gpus is not None:
         return config.fleet.gpus.count
     needed = {profile.id: profile.parallelism.gpus for profile in profiles}
@@ -328,12 +333,12 @@ def planner_config(config: Config, gpus: int, *, can_deploy: bool) -> PlannerCon
 
 
 class StepLengths:
-    """The output lengths of recent steps: journalled as steps end, recovered after a restart, and folded into the
-    forecast of the next step on demand.
+    """The output lengths of recent steps: journalled as steps end, recovered after a restart, and added to the forecast
+    of the next step on demand.
 
-    Folding takes a tenth of a second, or a second if statsmodels must be imported first. Therefore `step_ended` only
-    queues the step, on the event loop, and `expected` folds, in the deciding thread. Neither is called concurrently
-    with itself.
+    Adding a step takes a tenth of a second, or a second if statsmodels must be imported first. Therefore `step_ended`
+    only queues the step, on the event loop, and `expected` adds it, in the planner's thread. Neither method is called
+    concurrently with itself.
     """
 
     def __init__(self, bin_tokens: int, max_output_tokens: int) -> None:
@@ -341,14 +346,14 @@ class StepLengths:
         self._waiting: deque[StepStatistics] = deque(maxlen=STEPS_REMEMBERED)
 
     def recover(self, journal: Journal) -> None:
-        """Recover the steps that earlier generations journalled, if they were counted in the same bins."""
+        """Recover the steps that earlier daemons journalled, if their lengths were counted in the same bins."""
         for entry in journal.tail(STEPS_REMEMBERED, (EntryKind.STEP_ENDED,)):
             step = journal.interpret(entry, self._written)
             if step is not None:
                 self._waiting += step
 
     def step_ended(self, finished: Sequence[FinishedLength]) -> dict[str, Any]:
-        """Queue an ended step, and return its journal entry."""
+        """Queue an ended step, and return the body of its journal entry."""
         bin_tokens, max_output_tokens = self._series.bin_tokens, self._series.max_output_tokens
         step = StepStatistics.of(finished, bin_tokens, max_output_tokens)
         self._waiting.append(step)
@@ -360,13 +365,15 @@ class StepLengths:
         }
 
     def expected(self) -> StepForecast | None:
-        """Return the forecast of the next step, or of the running one. None if no step has ended yet."""
+        """Return the forecast of the running step or, if no step is running, of the next step; None if no step has
+        ended yet."""
         while self._waiting:
             self._series = self._series.fold(self._waiting.popleft())
         return self._series.next
 
     def _written(self, body: Mapping[str, Any]) -> tuple[StepStatistics, ...]:
-        """Return the step of a journal entry, or an empty tuple if it was counted in other bins or not at all."""
+        """Return the step in a journal entry as a tuple of one element; an empty tuple if the entry has no lengths, or
+        has lengths in other bins."""
         written, bins = body.get("lengths"), (self._series.bin_tokens, self._series.max_output_tokens)
         if written is None or (written["bin_tokens"], written["max_output_tokens"]) != bins:
             return ()
@@ -374,7 +381,7 @@ class StepLengths:
 
 
 def _sparse(counts: LengthCounts) -> dict[str, Any]:
-    """Return the counts without empty bins, which most of a hundred are: people read the journal too."""
+    """Return the counts by bin number without the empty bins, so that journal entries stay short and readable."""
     return {
         name: {str(place): round(count) for place, count in enumerate(values) if count}
         for name, values in (("ended", counts.ended), ("outlived", counts.outlived))

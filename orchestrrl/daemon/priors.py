@@ -1,7 +1,8 @@
-"""Predict initial step times for engines without a configuration, from the model and GPU that they report. Pure.
+"""Predict initial step times for engines without a configuration, from the model and GPU that they report. Has no side
+effects.
 
-A prior is a prediction of the cost model (planner/cost/predict.py). If the cost model does not contain the model or the
-GPU, the shape of a typical engine's step times is assumed, and its scale is learned from observed batches
+A prior is a prediction of the cost model (planner/cost/predict.py). If the cost model does not contain the LLM or the
+GPU, the shape of a typical engine's step times is assumed, and their scale is learned from observed batches
 (live_profile.py).
 """
 
@@ -35,7 +36,7 @@ SAME_SIZE = 1.25  # a dense model can represent another one whose size differs b
 
 @dataclass(frozen=True, slots=True)
 class AssumedProfile:
-    """An implicit configuration. Engines that report the same facts share one."""
+    """An implicit configuration. Engines that report the same facts share one implicit configuration."""
 
     profile: EngineProfile
     prior: str = ""  # e.g. `qwen2.5-14b on H100, TP=2`; empty: only the shape is assumed
@@ -47,7 +48,8 @@ class NoPrior(ValueError):
 
 
 def assumed_of(engine: EngineId, capabilities: EngineCapabilities) -> AssumedProfile:
-    """Return the prior for the engine's reported facts, or a typical shape with the reason."""
+    """Return the prior for the engine's reported facts. If no prediction is possible, return a typical shape of step
+    times and the reason."""
     facts = capabilities.serving
     try:
         return _prior(facts, capabilities.engine, capabilities.max_model_len_tokens or USUAL_CONTEXT_TOKENS)
@@ -56,7 +58,8 @@ def assumed_of(engine: EngineId, capabilities: EngineCapabilities) -> AssumedPro
 
 
 def model_of(facts: ServingFacts) -> tuple[Model, str]:
-    """Return the model to predict with, and how it was identified. Raises NoPrior."""
+    """Return the model to predict with, and a text on how it was identified. Raises NoPrior if the facts do not
+    identify a model."""
     if facts.sizes is not None:
         return facts.sizes, f"{facts.sizes.name} (sizes of its config.json)"
     try:
@@ -71,7 +74,7 @@ def model_of(facts: ServingFacts) -> tuple[Model, str]:
 
 
 def similar_model(name: str) -> Model | None:
-    """Return the known model closest to an unknown name: one of the same size, preferably of the same family.
+    """Return the known model closest to an unknown name: a model of about the same size, preferably of the same family.
 
     For example, `DeepSeek-R1-Distill-Qwen-14B` maps to qwen2.5-14b; `Mistral-7B-v0.3`, to the known 7B model. None if
     the name contains no size, or no model of about that size is known.
@@ -125,8 +128,8 @@ def _gpu(facts: ServingFacts) -> GpuModel:
 def _predicted(
     facts: ServingFacts, model: Model, gpu: GpuModel, engine: EngineModel, precision: Precision, longest_tokens: int
 ) -> EngineProfile:
-    """Return the prediction for the reported layout, or else for the first layout with room for a request of
-    `longest_tokens`, since an engine without that room does not start."""
+    """Return the prediction for the reported layout. If no layout is reported, use the first layout with enough KV
+    capacity for a request of `longest_tokens`, since an engine with less capacity does not start."""
     if (facts.pp or 1) > 1:
         raise NoPrior(f"step times of pipeline stages are not modelled: PP={facts.pp}")
     for tp in (facts.tp,) if facts.tp else TP_TRIED:
@@ -148,7 +151,7 @@ def _predicted(
 
 
 def _sound(profile: EngineProfile) -> bool:
-    """Return whether step times are finite, positive, and never fall with load."""
+    """Return whether the profile's step times are finite, positive, and never decrease with load."""
     step = profile.step
     ys = step.base_s.ys
     finite = all(math.isfinite(y) and y > 0 for y in ys) and 0 <= step.kv_s_per_token < math.inf
@@ -157,8 +160,8 @@ def _sound(profile: EngineProfile) -> bool:
 
 
 def _precision(facts: ServingFacts, model: Model) -> Precision:
-    """Return the precision that the engine reports, or else that of the checkpoint's name, or of the published
-    model."""
+    """Return the precision that the engine reports, or else the precision in the checkpoint's name, or else that of the
+    published model."""
     words = re.split(r"[-_/. ]+", facts.model.lower())
     named = next((QUANTIZED_BITS[word] for word in words if word in QUANTIZED_BITS), None)
     bits = facts.weight_bits or named
@@ -173,8 +176,8 @@ def _typical() -> EngineProfile:
 
 
 def _implicit_id(model: Model, gpu: GpuModel, profile: EngineProfile, precision: Precision) -> ConfigurationId:
-    """Return an id that is unique to the prediction: it includes sizes that are not in the table, and unusual
-    precisions."""
+    """Return an id that is unique to the prediction: it includes model sizes that are not in the table of known models,
+    and unusual precisions."""
     parts = [_slug(model.name), gpu.name, identifier(profile.parallelism)]
     if precision != Precision(model.weight_bits, model.expert_bits):
         parts.append(f"w{precision.weight_bits:g}kv{precision.kv_bits:g}")
@@ -184,8 +187,8 @@ def _implicit_id(model: Model, gpu: GpuModel, profile: EngineProfile, precision:
 
 
 def _shape_id(engine: EngineId, facts: ServingFacts) -> ConfigurationId:
-    """Return an id shared by engines that report the same model and facts, which then learn together. An engine without
-    a model gets its own."""
+    """Return an id shared by engines that report the same model and facts, so that their samples are combined. An
+    engine without a model gets an id of its own."""
     if not facts.model:
         return ConfigurationId(f"{PREFIX}{engine}")
     digest = hashlib.sha256(repr(replace(facts, sizes=None)).encode()).hexdigest()[:6]

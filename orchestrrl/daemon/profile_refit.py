@@ -1,9 +1,9 @@
-"""Re-fit cost estimates to measurements: step times and prefill from telemetry, moves and starts from their durations.
-Provide the estimate of each configuration to plans, people and metrics.
+"""Re-fit cost estimates to measurements: step times and prefill to telemetry, moves and starts to their durations.
+Provide the estimate of each configuration to plans, operators and metrics.
 
-Performs no I/O; bounded in memory. The newest few samples are kept for each load, so that an hour at one load does not
-displace the samples of others; older ones fade. The initial profile keeps a small weight everywhere, and determines the
-estimate at loads that were never observed.
+This module performs no I/O, and its memory is bounded. The newest few samples are kept for each load, so that an hour
+at one load does not displace the samples of other loads; the weight of older samples decays. The initial profile keeps
+a small weight at every load, and determines the estimate at loads that were never observed.
 """
 
 import logging
@@ -69,7 +69,8 @@ class ObservedPrefill(NamedTuple):
     kv_tokens: float
 
     def prefill_s(self, step: StepTime) -> float | None:
-        """Return the seconds that decoding does not account for; None if that is too uncertain or not positive."""
+        """Return the time spent on prefill in seconds, i.e. the part of the interval that decoding does not account
+        for; None if it is too uncertain or not positive."""
         fewest_s, most_s = (
             self.decoded_tokens / batch * step.at(batch, self.kv_tokens) for batch in (self.fewest, self.most)
         )
@@ -79,7 +80,7 @@ class ObservedPrefill(NamedTuple):
 
 
 class RefittedFigure(NamedTuple):
-    """The current estimate of one figure of a configuration."""
+    """The current estimate of one number of a configuration, e.g. its prefill rate."""
 
     value: float
     by: str  # the kind of samples: telemetry, moves or starts
@@ -99,8 +100,8 @@ def same_batch(earlier: EngineSample, later: EngineSample) -> bool:
 
 
 def steady_batch(earlier: EngineSample, later: EngineSample) -> bool:
-    """Return whether the batch hardly changed between two scrapes. Weaker than `same_batch`, since no batch stays the
-    same for long while requests arrive and end."""
+    """Return whether the batch hardly changed between two scrapes. This is weaker than `same_batch`, which rarely holds
+    while requests arrive and end."""
     fewest, most = sorted((earlier.running, later.running))
     decoded = later.generation_tokens_total - earlier.generation_tokens_total
     prompts = later.prompt_tokens_total - earlier.prompt_tokens_total
@@ -115,9 +116,9 @@ def steady_batch(earlier: EngineSample, later: EngineSample) -> bool:
 def batch_between(
     earlier: EngineSample, later: EngineSample, unchanged: Callable[[EngineSample, EngineSample], bool] = same_batch
 ) -> StepSample | None:
-    """Return the mean decode step between two scrapes of an engine; None if they do not determine it.
+    """Return the mean decode step between two scrapes of an engine; None if the scrapes do not determine it.
 
-    For a `steady_batch` it is accurate to about a tenth.
+    For a `steady_batch` the step time is accurate to about a tenth.
     """
     elapsed_s = later.sampled_s - earlier.sampled_s
     made = later.generation_tokens_total - earlier.generation_tokens_total
@@ -130,7 +131,8 @@ def batch_between(
 
 
 def prefilled_between(earlier: EngineSample, later: EngineSample) -> ObservedPrefill | None:
-    """Return what an engine prefilled between two scrapes; None if its time cannot be separated.
+    """Return the prompt tokens that an engine prefilled between two scrapes, and the time; None if prefill cannot be
+    separated from decoding.
 
     While requests wait, engines differ in when they count a prompt, so such intervals are skipped.
     """
@@ -185,7 +187,7 @@ class ConfigurationEstimate:
     # --- learn
 
     def observe(self, sequences: float, kv_tokens: float, step_s: float) -> None:
-        """Add a batch. A batch with an implausible step time is only counted."""
+        """Add a decode step of a batch as a sample. A sample with an implausible step time is counted but not used."""
         seen, given_s = StepSample(sequences, kv_tokens, step_s), self.given.step.at(sequences, kv_tokens)
         possible = all(map(math.isfinite, seen)) and sequences >= 1 and kv_tokens >= 0 and step_s > 0
         if not possible or (given_s > 0 and not 1 / self._plausible < step_s / given_s < self._plausible):
@@ -207,21 +209,21 @@ class ConfigurationEstimate:
             self._scale()
 
     def observe_recompute(self, context_tokens: Sequence[int], seconds: float) -> None:
-        """Add the moves of requests to one engine at once, and the seconds until the last context was computed
-        again."""
+        """Add a sample of requests that were moved to one engine at once. `seconds` is the time until the last of their
+        contexts was computed again."""
         rebuilt = self._rebuilt_tokens
         tokens = sum(map(rebuilt.at, context_tokens) if rebuilt is not None else context_tokens)
         if tokens >= 1 and 0 < seconds < math.inf:
             self._add(self._recomputed, TimedSample(tokens, seconds), tokens)
 
     def observe_prefill(self, seen: ObservedPrefill) -> None:
-        """Add a prefill during decoding if it is large enough to measure."""
+        """Add a sample of prefill during decoding, if it is large enough to measure."""
         takes_s = seen.tokens / self.given.prefill_tokens_per_s
         if self.scaled and all(map(math.isfinite, seen)) and takes_s >= PREFILL_SHARE * seen.elapsed_s:
             self._add(self._prefilled, seen, seen.tokens)
 
     def observe_start(self, seconds: float) -> None:
-        """Add the duration of an engine's start."""
+        """Add a sample of the duration of an engine's start."""
         if 0 <= seconds < math.inf:
             self._starts_s.append(seconds)
             self._fresh = True
@@ -235,7 +237,7 @@ class ConfigurationEstimate:
             self._accept_figure("switch_s", self._switch_s(), note)
 
     def fitted(self) -> EngineProfile:
-        """Return the profile fitted to the samples, or the initial one while there are few."""
+        """Return the profile fitted to the samples, or the initial profile while there are too few samples."""
         given, window = self.given, self._steps
         if len(window) < LEAST_SAMPLES:
             return given
@@ -246,7 +248,8 @@ class ConfigurationEstimate:
 
     @property
     def as_written(self) -> Configuration | None:
-        """Return the configuration as written in the file; None if there is none or step times were learned since."""
+        """Return the configuration with the step times written in the configuration file; None if it is not in the file
+        or its step times were learned since."""
         if self._written is None or self.refitted:
             return None
         learnt = self.profile
@@ -254,12 +257,12 @@ class ConfigurationEstimate:
 
     @property
     def refitted(self) -> bool:
-        """Return whether step times were learned."""
+        """Return whether the step times were re-fitted to samples."""
         return self.profile.step is not self.given.step
 
     @property
     def factor(self) -> float:
-        """Return the mean ratio of estimated to configured step times, over the latest loads."""
+        """Return the mean ratio of the estimated to the configured step times at the latest loads."""
         return fmean(self._step_ratios(self.profile, self.given) or [1.0])
 
     @property
@@ -271,7 +274,8 @@ class ConfigurationEstimate:
 
     @property
     def source_detail(self) -> str:
-        """Return the source with details, e.g. `prior: qwen2.5-14b on H100, TP=2; refined by 12 observed batches`."""
+        """Return the source of step times with details, e.g. `prior: qwen2.5-14b on H100, TP=2; refined by 12 observed
+        batches`."""
         if self.source == "observed":
             return f"observed: {self.taken} batches"
         detail = f"{self.source}: {self.assumed.prior if self.assumed is not None else self.profile.id}"
@@ -308,7 +312,8 @@ class ConfigurationEstimate:
         self._fresh = True
 
     def _scale(self) -> None:
-        """Use the shape from now on, scaled to the batches seen so far. Prefill is scaled with it."""
+        """Scale the assumed step times to the batches observed so far, and use them from now on. The prefill rate is
+        scaled with them."""
         shape = self.given
         factor = median(load.step_s / shape.step.at(load.sequences, load.kv_tokens) for load in self._loads)
         base_s = Curve(shape.step.base_s.xs, tuple(factor * y for y in shape.step.base_s.ys))
@@ -318,11 +323,9 @@ class ConfigurationEstimate:
         logger.info("%s: step times learned from %d observed batches", shape.id, len(self._loads))
 
     def _prefill_tokens_per_s(self) -> RefittedFigure | None:
-        """Return the prefill rate by its samples; None while there are few.
-
-        Moves are more reliable than prompts, part of which a prefix cache may have served: once there are enough moves,
-        only they count.
-        """
+        """Return the prefill rate fitted to its samples; None while there are too few samples. Once there are enough
+        samples of moves, only these are used: they are more reliable than prompts, part of which a prefix cache may
+        have served."""
         given, moved = self.given, self._recomputed
         if len(moved) >= LEAST_SAMPLES:
             seen, weights, by = list(moved), moved.weights(), "moves"
@@ -344,7 +347,8 @@ class ConfigurationEstimate:
         return self._figure(1 / slope_s, "prefill_tokens_per_s", fitted.error, by)
 
     def _switch_s(self) -> RefittedFigure | None:
-        """Return the duration of an engine's start by its samples; None while there are few."""
+        """Return the duration of an engine's start, estimated from its samples; None while there are too few
+        samples."""
         starts_s = self._starts_s
         if len(starts_s) < LEAST_STARTS:
             return None
@@ -400,7 +404,7 @@ class ConfigurationEstimate:
         logger.info("%s: %s is %.3g, was %.3g (%s)", self.given.id, name, found.value, before, found.provenance.detail)
 
     def _step_ratios(self, found: EngineProfile, base: EngineProfile) -> list[float]:
-        """Return the step times of one profile over those of another, at the latest loads."""
+        """Return the ratios of the step times of `found` to the step times of `base`, at the latest loads."""
         times = ((found.step.at(*load[:2]), base.step.at(*load[:2])) for load in self._loads)
         return [found_s / base_s for found_s, base_s in times if base_s > 0]
 
@@ -410,7 +414,7 @@ def _fit_of(provenance: Provenance) -> dict[str, Any]:
 
 
 class CurveRefitter:
-    """Fits a curve of seconds over sizes to samples, starting from `prior`."""
+    """Fits a curve that maps sizes to seconds to samples, starting from the curve `prior`."""
 
     def __init__(self, prior: Curve) -> None:
         self._prior = prior
@@ -421,7 +425,7 @@ class CurveRefitter:
             self._window.add(TimedSample(size, seconds), size)
 
     def fitted(self) -> CurveFit | None:
-        """Return the fitted curve; None while there are few samples."""
+        """Return the fitted curve; None while there are too few samples."""
         if len(self._window) < LEAST_SAMPLES:
             return None
         return refit_curve(self._prior, list(self._window), self._window.weights(), TRUST)
@@ -452,7 +456,8 @@ class _Window(Generic[Sample]):
         return (seen for cell in self._cells.values() for seen, _ in cell)
 
     def weights(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """Return the weights [sample], in iteration order: 1 for the newest, halved every HALF_LIFE samples."""
+        """Return the weights of the samples in iteration order: 1 for the newest sample, halved every HALF_LIFE
+        samples."""
         ages = np.array([self._count - came for cell in self._cells.values() for _, came in cell], dtype=float)
         return np.asarray(0.5 ** (ages / HALF_LIFE))
 

@@ -1,4 +1,4 @@
-"""Connect redeployments to the fleet, and construct what carries them out from `fleet.deployer` of the configuration.
+"""Connect redeployments to the fleet, and construct the deployment from `fleet.deployer` in the configuration.
 
 The daemon watches engines that a deployer started, as an agent would, since they may have no agent. While an agent
 reports such an engine, only its reports count; the watcher resumes after the agent has been silent for some time.
@@ -51,7 +51,7 @@ class _Watched:
 
 
 class DeployedEngineWatcher:
-    """Watches the engines passed to the latest call of `follow`. `close` ends it."""
+    """Watches the engines passed to the latest call of `follow`, until `close` is called."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class DeployedEngineWatcher:
         self._sequence = 0
 
     def follow(self, engines: Mapping[EngineId, tuple[str, str]]) -> None:
-        """Watch exactly these engines, given as (URL, product). Raises Permanent for an unknown product, without any
-        change."""
+        """Watch exactly these engines, given as (URL, product). Raises Permanent and changes nothing if a product is
+        unknown."""
         known = {engine: (watched.url, watched.product) for engine, watched in self._watched.items()}
         fresh = {
             engine: self._make_engine(product, url)
@@ -138,7 +138,7 @@ class DeployedEngineWatcher:
 
 
 class RedeployedFleet:
-    """The view of the fleet that redeployments use: its moves, weights, circuits and watches."""
+    """Gives redeployments access to the fleet: its moves, weights, circuits and watches."""
 
     def __init__(
         self,
@@ -210,7 +210,8 @@ def _although_unwritten() -> Iterator[None]:
 
 
 def deployment_of(config: Config, clock: Clock) -> FleetDeployment | None:
-    """Return the daemon's deployment, or None if no deployer is configured. Raises ProblemFaults."""
+    """Return the daemon's deployment, or None if no deployer is configured. Raises ProblemFaults if the deployer's
+    settings are invalid."""
     deployer = deployer_of(config, clock)
     settings, launch, gpus = config.fleet.deployer, config.fleet.launch, config.fleet.gpus
     if deployer is None or settings is None:

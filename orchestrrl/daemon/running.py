@@ -1,4 +1,4 @@
-"""Run the daemon's process: its parts behind a server and metrics, its tasks, and an orderly shutdown."""
+"""Run the daemon's process: start its servers and tasks, and shut it down in order."""
 
 import asyncio
 import logging
@@ -33,11 +33,9 @@ GRACE_S = 0.5
 async def run_daemon(
     file: ReloadableConfig, clock: Clock, announce: Callable[[str], None], mode: Mode | None = None
 ) -> None:
-    """Serve until cancelled, then stop in order.
-
-    `announce` receives the address once it is bound; `mode` overrides the configured one. Raises ProblemFaults for
-    faults that a switch's driver finds, and Permanent if the journal cannot be opened or an address cannot be bound.
-    """
+    """Serve until cancelled, then shut down in order. `announce` is called with the address once it is bound; `mode`
+    overrides the configured mode. Raises ProblemFaults if a switch's driver finds faults in its options, and Permanent
+    if the journal cannot be opened or an address cannot be bound."""
     config = _with_mode(file.config, mode)
     edges = DaemonEdges(
         drivers=drivers_of(config.ocs, clock),

@@ -1,10 +1,10 @@
-"""Provide circuits for weight syncs: the possible network, circuits for the edges of a plan, and the previous circuits
-afterwards.
+"""Provide circuits for weight syncs: report the possible network, bring up circuits for the edges of a plan, and
+restore the previous circuits after the sync.
 
 The coordinator of circuits (fabric/coordinator.py) decides whether and when circuits change: this module announces the
 traffic of a plan's edges, waits for the result, and returns the present network. A sync runs in every case, over the
-circuits that are up. Without an optical fabric the network is the configured one. Section 5.2 and appendix E of the
-paper: circuits of both phases come up before the broadcast, and are torn down after it.
+circuits that are up. Without an optical fabric the network is the configured one. According to section 5.2 and appendix
+E of the paper, the circuits of both phases are brought up before the broadcast, and torn down after it.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ Peers = Callable[[], Mapping[PeerId, Peer]]
 
 
 class PacketNetwork:
-    """The network without an optical fabric: `weights.network` of the configuration, and the places that peers
+    """The network without an optical fabric, from `weights.network` of the configuration and the places that peers
     report."""
 
     def __init__(self, settings: NetworkSettings, peers: Peers) -> None:
@@ -76,7 +76,7 @@ class PacketNetwork:
 
 
 class CircuitsForSyncs:
-    """Provides a sync's circuits through the coordinator. `packet_tors` are ToRs that an electrical network also
+    """Provides a sync's circuits through the coordinator. `packet_tors` are the ToRs that an electrical network also
     connects, each at `packet_gbps`."""
 
     def __init__(
@@ -93,7 +93,7 @@ class CircuitsForSyncs:
         self._partly: set[str] = set()  # syncs that changed circuits but did not get all of theirs
 
     def network(self) -> SyncNetwork:
-        """Return the network of all lanes and fibres that are healthy and free, without reading a switch."""
+        """Return the network that all healthy and free lanes and fibres could form, without reading a switch."""
         fabric, site = self._fabric, self._fabric.site
         site_reading, word = fabric.site_reading, fabric.overrides
         state = FabricState(
@@ -110,7 +110,8 @@ class CircuitsForSyncs:
         self, sync_id: str, planned: PlannedSync, on_phase: OnPhase, *, still: bool = False
     ) -> BroughtUp:
         """Bring up circuits for the traffic of the plan's edges and return the network. Unless the trainer is known to
-        stand `still`, its pauses are waited for, if it is traced. If cancelled, no further circuit is changed."""
+        be idle (`still`), wait for its next pause, if the trainer is traced. If the call is cancelled, no further
+        circuit is changed."""
         peers = self._peers()
         job = self._trainer(peers[edge.src] for edge in planned.edges if edge.src in peers) if still else JOB
         intent, notes = intent_of(planned.edges, self._fabric.site, peers, job)
@@ -133,11 +134,12 @@ class CircuitsForSyncs:
         return BroughtUp(network, (*notes, *_what_became(report), *_not_joined(planned.edges, network)))
 
     async def tear_down(self, sync_id: str) -> tuple[str, ...]:
-        """Restore the circuits from before the sync, unless their jobs have requested others since, and return notes.
+        """Restore the circuits from before the sync, unless their jobs have requested other circuits since, and return
+        notes.
 
-        Generation gets its circuits at once; training gets them in a pause of its own, which is not waited for, since
-        the trainer may be waiting for the sync's end. Idempotent, also after a restart: the journal contains the order
-        in which circuits came up.
+        The circuits of generation are restored at once. The circuits of training are restored in the trainer's next
+        pause; this call does not wait for it, since the trainer may be waiting for the sync's end. The call is
+        idempotent, even after a restart of the daemon: the journal contains the order in which circuits came up.
         """
         periods: list[AnnouncedPeriod] = []
         words: list[str] = []
@@ -158,7 +160,7 @@ class CircuitsForSyncs:
         return tuple(words)
 
     def _trainer(self, senders: Iterable[Peer]) -> str:
-        """Return the job that is traced on the trainer's hosts."""
+        """Return the job that is traced on the trainer's hosts, or JOB if none is traced."""
         hosts = {peer.host for peer in senders if peer.role is PeerRole.TRAINER}
         return next(iter(sorted(self._fabric.traced_on(hosts))), JOB)
 
@@ -175,8 +177,9 @@ class CircuitsForSyncs:
             begun.cancel()
 
     def _before(self, partly: bool) -> list[tuple[str, Stage, str]]:
-        """Return the periods whose circuits a sync replaced: those that came up before it and have not come up again.
-        `partly`: the last sync failed, but changed circuits before that."""
+        """Return (job, stage, name) of the periods whose circuits the last sync replaced: they came up before the sync,
+        and have not come up again or been requested since. `partly` is True if the sync failed after it had changed
+        circuits."""
         up = [(job, stage, name) for (job, stage), name in self._fabric.up.items()]
         syncs = [place for place, (_, stage, _) in enumerate(up) if stage is Stage.WEIGHT_SYNC]
         last = len(up) if partly else max(syncs, default=0)
@@ -197,7 +200,7 @@ class CircuitsForSyncs:
 
 def circuits_of(config: "Config", fabric: CircuitCoordinator | None, peers: Peers) -> SyncCircuits:
     """Return the sync circuits of the daemon. The electrical network connects the ToRs whose routers have a packet
-    side; without configured routers it is assumed to connect all ToRs, since peers do reach the daemon."""
+    side. If no routers are configured, it is assumed to connect all ToRs, since all peers reach the daemon."""
     network = config.weights.network
     if fabric is None or config.fabric is None:
         return PacketNetwork(network, peers)
@@ -214,7 +217,7 @@ def network_of(
     packet_tors: Collection[EndpointId] = (),
     packet_gbps: float = 0.0,
 ) -> SyncNetwork:
-    """Return the network of these circuits and the packet side, without ports reserved for responses."""
+    """Return the network that these circuits and the electrical network form, without ports reserved for responses."""
     ours = [each for each in cross_connects if not any((each.switch, port) in site.reserved for port in each.ports)]
     boundary: Counter[EndpointId] = Counter()
     tors: Counter[EndpointId] = Counter()
@@ -239,8 +242,8 @@ def _network(
     packet_tors: Collection[EndpointId],
     packet_gbps: float,
 ) -> SyncNetwork:
-    """Return the network of circuits, counted by PoD, ToR and pair of PoDs. The packet side connects PoDs without
-    circuits, with one link to each other PoD, so that the number of links does not limit it."""
+    """Return the network of circuits, counted by PoD, ToR and pair of PoDs. The electrical network connects PoDs
+    without circuits. It is modelled as one link to each other PoD, so that the number of links does not limit it."""
     joined = set(packet_tors) if packet_gbps > 0 else set()
     pods = sorted(pod.id for pod in site.pods if any(tor.id in joined for tor in site.tors_of[pod.id]))
     by_packets: dict[tuple[str, str], PairLink] = {pair: PairLink(1, packet_gbps) for pair in combinations(pods, 2)}
@@ -256,7 +259,8 @@ def _network(
 
 
 def station_of(peer: Peer, site: Site) -> NetworkStation:
-    """Return the station of a peer, by its GPU's NIC or else by the names of its place."""
+    """Return the network station of a peer, derived from its GPU or, if the GPU is unknown, from the names of its PoD
+    and ToR."""
     place = peer.place
     if place.gpu is None or GpuId(place.gpu) not in site.server_of:
         if place.gpu is not None:
@@ -273,8 +277,8 @@ def named_station(peer: Peer, nic_gbps: float) -> NetworkStation:
 def intent_of(
     edges: Iterable[CarryEdge], site: Site, peers: Mapping[PeerId, Peer], job: str = JOB
 ) -> tuple[Intent, tuple[str, ...]]:
-    """Return the traffic of edges, per pair of GPUs, and notes on peers without a known GPU. All bytes of an edge
-    count, so that both phases get their circuits at once."""
+    """Return the traffic of the edges per pair of GPUs, and notes on peers without a known GPU. The bytes of both
+    phases are included, so that the circuits of both phases are brought up together."""
     sent: Counter[tuple[int, int]] = Counter()
     nowhere: set[str] = set()
     for edge in edges:
@@ -295,7 +299,7 @@ def intent_of(
 
 
 def _gpu_of(peer: Peer, site: Site) -> int | None:
-    """Return the peer's own GPU, or any GPU under the same ToR, or None."""
+    """Return the peer's own GPU, or else the first GPU under the same ToR, or None."""
     if peer.place.gpu is not None and GpuId(peer.place.gpu) in site.server_of:
         return peer.place.gpu
     below = (gpu for gpu in sorted(site.server_of) if site.tor_of(gpu) == peer.place.tor)

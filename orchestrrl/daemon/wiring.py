@@ -1,5 +1,5 @@
-"""Construct the daemon's parts, each from the previous ones. The simulator and tests construct the same with other
-edges."""
+"""Construct the daemon's parts in the order of their dependencies. The simulator and tests construct the same parts
+with other DaemonEdges."""
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -54,8 +54,8 @@ FIRST_ROUTE_S = 1.0  # assumed duration of a route change before one was measure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonEdges:
-    """The external dependencies of a daemon apart from its nodes, and how it computes. The defaults have no devices and
-    compute inline."""
+    """The external dependencies of a daemon, other than its nodes, and the function that runs its computations. By
+    default there are no devices, and computations run in the calling thread."""
 
     drivers: Mapping[str, OcsDriver] = field(default_factory=dict)  # by switch id
     deployment: FleetDeployment | None = None
@@ -265,8 +265,8 @@ def weights_of(
 
 
 def source_of(version: int, hub: PeerHub) -> str:
-    """Return the folder from which engines started later can load a version: every peer of engines must have the
-    complete version under the same path. Empty if there is none. On one machine one peer suffices."""
+    """Return the folder from which engines started later can load a version. Every peer that serves engines must have
+    the complete version under the same path. Returns an empty string if there is no such folder."""
     peers = [peer for peer in hub.attached().values() if peer.engines or peer.serves or peer.ranks_of]
     folders = {peer.folder for peer in peers}
     if len(folders) != 1 or "" in folders:
@@ -276,8 +276,8 @@ def source_of(version: int, hub: PeerHub) -> str:
 
 
 class BarrierFence:
-    """The fleet's pause barrier as weight syncs use it. `source` returns the folder of a version that engines started
-    later can read, or an empty string."""
+    """The interface of the fleet's pause barrier for weight syncs. `source` returns the folder of a version that
+    engines started later can read, or an empty string."""
 
     def __init__(self, barrier: PauseBarrier, nodes: NodeRegistry, source: Callable[[int], str]) -> None:
         self._barrier = barrier

@@ -302,7 +302,7 @@ class FleetState:
         return failovers
 
     def fold_result(self, result: OperationResult) -> None:
-        """Add the moved requests and tokens of a completed operation to the totals."""
+        """Add the moves of a completed operation, and the tokens of the moved requests, to the totals."""
         done = sum(item.done for item in result.items)
         self.totals.moves_done += done
         self.totals.moves_failed += len(result.items) - done

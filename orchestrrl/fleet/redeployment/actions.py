@@ -55,8 +55,7 @@ class FleetControl(Protocol):
     def redeployment_ended(self, plan: PlanId, outcome: RedeploymentOutcome) -> None: ...
 
     def weights_reported(self, engines: Sequence[EngineId], weights: ServedWeights) -> None:
-        """Record that these engines serve `weights`. Version None means the weights that the engines were started with.
-        """
+        """Record that these engines serve `weights`. Version None means the weights with which they were started."""
 
     def current_weights(self) -> ServedWeights:
         """Return the weights that all engines must serve."""

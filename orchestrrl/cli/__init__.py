@@ -1,1 +1,1 @@
-"""The command line. No other package imports this one."""
+"""The command line interface. No other package imports this package."""

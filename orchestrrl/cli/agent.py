@@ -1,4 +1,4 @@
-"""`orchestrrl agent`: run the sidecar of one or more engines of a host."""
+"""`orchestrrl agent`: run the sidecar that monitors one or more engines of a host."""
 
 from collections.abc import Coroutine
 from pathlib import Path
@@ -45,7 +45,7 @@ def agent(
     host: Annotated[str, typer.Option(help="Host name to report with --rings. Default: the name of this host.")] = "",
     verbose: VerboseFlag = False,
 ) -> None:
-    """Monitor engines, report their load to the daemon and carry out its operations on them. Runs until stopped.
+    """Monitor engines and report their load to the daemon. Runs until stopped.
 
     With `--rings`, also read the collective boundaries of the traced processes on this host and report windows for
     circuit changes to the daemon (docs/fabric.md). `--url` is then optional.

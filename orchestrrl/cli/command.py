@@ -1,4 +1,4 @@
-"""Decorators that turn functions into commands with `--json`, and the calls from commands to the daemon."""
+"""Decorators that turn functions into commands with `--json`, and functions with which commands call the daemon."""
 
 import functools
 import inspect
@@ -40,7 +40,8 @@ TimeToLive = Annotated[float, typer.Option("--ttl-s", help="Expire after this ma
 
 
 def with_flags(flags: type[Flags]) -> Callable[[Callable[[Flags], Result]], Callable[..., Result]]:
-    """Return a decorator that replaces a function's only parameter, a `flags` dataclass, by the fields of the class."""
+    """Return a decorator that replaces a function's only parameter, an instance of the dataclass `flags`, by the fields
+    of the class."""
 
     def decorate(function: Callable[[Flags], Result]) -> Callable[..., Result]:
         @functools.wraps(function)
@@ -96,8 +97,8 @@ Stream = Callable[Concatenate[ControlClient, P], AsyncIterator[dict[str, Any]]]
 
 
 def stream_command(line: Callable[[dict[str, Any]], str]) -> Callable[[Stream[P]], Command]:
-    """Return a decorator that makes a command of a stream from the daemon. The command prints one line per object
-    until the stream ends or the operator stops it."""
+    """Return a decorator that makes a command of a function that streams objects from the daemon. The command prints
+    one line per object until the stream ends or the operator stops the command."""
 
     def decorate(function: Stream[P]) -> Command:
         def run(call: Callable[[ControlClient], AsyncIterator[dict[str, Any]]], as_json: bool, daemon: str) -> None:
@@ -114,7 +115,8 @@ def stream_command(line: Callable[[dict[str, Any]], str]) -> Callable[[Stream[P]
 
 def _command(function: Callable[..., Any], run: Command, **added: tuple[Any, object]) -> Command:
     """Return a function with a signature for Typer: the parameters of `function` except the daemon's client, the
-    `added` ones as (annotation, default), and `as_json`. It calls `run` with `function` bound to its arguments."""
+    parameters in `added` as (annotation, default), and `as_json`. The returned function calls `run` with `function`
+    bound to its arguments."""
     own = dict(inspect.signature(function).parameters)
     own.pop("client", None)
     wants_json = "as_json" in own
@@ -141,7 +143,7 @@ def set_signature(function: Callable[..., Any], parameters: Iterable[inspect.Par
 
 
 def address_faults(address: str) -> list[str]:
-    """Return an error text if the value of --daemon is malformed."""
+    """Return a list with an error message if the value of --daemon is malformed; otherwise an empty list."""
     if address.startswith("unix:"):
         return [] if address.removeprefix("unix:") else [f"--daemon: must be unix:PATH with a path, got {address!r}"]
     try:
@@ -152,7 +154,7 @@ def address_faults(address: str) -> list[str]:
 
 
 def url_faults(option: str, url: str) -> list[str]:
-    """Return an error text if an engine's URL is malformed."""
+    """Return a list with an error message if an engine's URL is malformed; otherwise an empty list."""
     try:
         check_url(url)
     except ValueError as error:
@@ -173,14 +175,16 @@ def listen_address(option: str, address: str, allow_remote: bool, faults: list[s
 
 
 def call_daemon(address: str, conversation: Callable[[ControlClient], Awaitable[Result]]) -> Result:
-    """Connect to the daemon and return the result of `conversation`. Raises OrchestrRLError."""
+    """Connect to the daemon and return the result of `conversation`. Raises OrchestrRLError if the daemon cannot be
+    reached or a call fails."""
     import asyncio
 
     return asyncio.run(_converse(address, conversation))
 
 
 def follow(address: str, conversation: Callable[[ControlClient], Awaitable[None]]) -> None:
-    """Connect to the daemon and run `conversation` until it ends or the operator stops it. Raises OrchestrRLError."""
+    """Connect to the daemon and run `conversation` until it ends or the operator stops the command. Raises
+    OrchestrRLError if the daemon cannot be reached or a call fails."""
     until_stopped(_converse(address, conversation))
 
 

@@ -1,4 +1,5 @@
-"""The table of commands. Help and completion list commands from it, so that only the invoked module is imported."""
+"""The table of commands. Help and completion list the commands in this table, so that only the module of the invoked
+command is imported."""
 
 import re
 from functools import cache

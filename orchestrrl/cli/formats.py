@@ -79,7 +79,8 @@ LEAST_SHOWN = 0.01
 def chart(bin_tokens: int, counts: Sequence[float], rows: int = 16, width: int = 40) -> list[str]:
     """Return a histogram of tokens as lines of text. Adjacent bins are merged until at most `rows` lines remain.
 
-    It ends with the last bin of at least `LEAST_SHOWN` requests, since a forecast's tail beyond it is not a request.
+    The histogram ends with the last bin of at least `LEAST_SHOWN` requests, since the tail of a forecast beyond that
+    bin amounts to less than one request.
     """
     last = max((index for index, number in enumerate(counts) if number >= LEAST_SHOWN), default=-1)
     used = counts[: last + 1]

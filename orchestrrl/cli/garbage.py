@@ -1,4 +1,4 @@
-"""Collect garbage rarely while a process starts, because almost all objects allocated by then stay alive."""
+"""Collect garbage rarely while a process starts, because almost all objects allocated during the start stay alive."""
 
 import gc
 
@@ -7,7 +7,7 @@ _AT_START = 100_000
 
 
 def collect_rarely() -> None:
-    """Raise the collection threshold until `keep_loaded` is called. It saves a tenth of the start-up time."""
+    """Raise the collection threshold until `keep_loaded` is called. This saves a tenth of the start-up time."""
     gc.set_threshold(_AT_START)
 
 

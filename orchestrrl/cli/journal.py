@@ -17,7 +17,7 @@ BODY_CHARACTERS = 200
 
 
 def entry_of(message: "control_pb2.JournalEntry") -> dict[str, Any]:
-    """Return the entry with its JSON body parsed into `body`."""
+    """Return the journal entry as plain values, with its JSON body parsed into `body`."""
     entry = plain(message)
     entry["body"] = json.loads(entry.pop("body_json") or "{}")
     return entry

@@ -92,7 +92,7 @@ def print_line(line: str) -> None:
 
 
 def print_view(view: "Iterable[RenderableType] | Table | str") -> None:
-    """Print a view. Lines and table titles are never wrapped, so that grep finds them."""
+    """Print a view. Lines and table titles are never wrapped, so that text in them can be found with grep."""
     from rich.table import Table
 
     if isinstance(view, str):
@@ -172,13 +172,13 @@ def raise_faults(faults: Iterable[str]) -> None:
 
 
 def choice_faults(flag: str, value: object, known: Iterable[object]) -> list[str]:
-    """Return an error text if `value` is not one of the `known` values."""
+    """Return a list with an error message if `value` is not one of the `known` values; otherwise an empty list."""
     names = list(map(str, known))
     return [] if value in names else [f"{flag}: must be one of {', '.join(names)}, got {value!r}"]
 
 
 def number_faults(wish: str, holds: Callable[[float], bool], **values: float) -> list[str]:
-    """Return an error text for each option whose value does not satisfy `holds`. Options are named by parameter;
+    """Return an error message for each option whose value does not satisfy `holds`. Options are named by parameter;
     `wish` describes the condition, such as `> 0`."""
     return [
         f"--{name.replace('_', '-')}: must be {wish}, got {value:g}"
@@ -205,15 +205,15 @@ def yaml_values(flag: str, given: Iterable[str], faults: list[str]) -> dict[str,
 
 
 def write_file(path: Path, text: str, option: str = "") -> None:
-    """Write a result to a file. If that fails, print the error and exit, as `writing` does."""
+    """Write a result to a file. If the file cannot be written, report the error as `writing` does."""
     with writing(path, option):
         path.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def writing(path: Path, option: str = "") -> Iterator[None]:
-    """Turn an OSError of the body into an error message and an exit. With `option`, the error names that option and
-    is raised as ProblemFaults."""
+    """Print an error message and exit if the body raises OSError. With `option`, raise ProblemFaults that names the
+    option instead."""
     try:
         yield
     except OSError as error:
@@ -229,7 +229,8 @@ def write_json(path: Path, document: Any) -> None:
 
 @contextmanager
 def reporting_errors() -> Iterator[None]:
-    """Turn OrchestrRL's errors into a message and an exit status. Any other exception still shows its traceback."""
+    """Print an error message and exit with a status if the body raises one of OrchestrRL's errors. Any other exception
+    is not caught and shows its traceback."""
     try:
         yield
     except ProblemFaults as error:

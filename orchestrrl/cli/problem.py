@@ -1,4 +1,5 @@
-"""Read the problems of offline commands: one JSON document from a file or standard input. All errors are reported."""
+"""Read the problems of offline commands: one JSON document from a file or standard input. All errors are reported
+together."""
 
 import json
 import sys
@@ -45,15 +46,16 @@ def read_problem(source: str, model: type[Part], checks: Iterable[Check] = ()) -
 
 
 def infeasible(limit: str, needed: float, available: float, unit: str) -> NoReturn:
-    """Exit with status 3: the problem is well-formed but infeasible. Print the limit and the amount it is missed by."""
+    """Print the limit that the problem exceeds, and by how much, and exit with status 3: the problem is well-formed but
+    infeasible."""
     short = f"{needed - available:g} {unit} short ({needed:g} needed, {available:g} available)"
     fail(f"infeasible: {limit}: {short}", EXIT_INFEASIBLE)
 
 
 def values_at(document: Any, pattern: str, kind: type = object) -> Iterator[tuple[Location, Any]]:
-    """Return the location and value of each match of `pattern` that is a `kind`. `workers[].id` matches the field `id`
-    of each element of `workers`, `a|b` both fields, `ports{}` each key of `ports`, `ports.*` each of its values. Parts
-    of another shape are skipped; a bool is not an int."""
+    """Yield the location and value of each match of `pattern` whose type is `kind`. `workers[].id` matches the field
+    `id` of each element of `workers`, `a|b` both fields, `ports{}` each key of `ports`, `ports.*` each value in
+    `ports`. Parts of another shape are skipped; a bool is not an int."""
     found: list[tuple[Location, Any]] = [((), document)]
     for step in pattern.replace("[]", ".[]").replace("{}", ".{}").split("."):
         found = [inner for location, value in found for inner in _step(location, value, step)]
@@ -70,7 +72,7 @@ def _step(location: Location, value: Any, step: str) -> list[tuple[Location, Any
 
 
 def unique(*patterns: str) -> Check:
-    """Return a check that the ids at all `patterns` together are unique."""
+    """Return a check that no id occurs more than once at the locations that match any of `patterns`."""
 
     def check(document: Any) -> Iterator[str]:
         first: dict[str, Location] = {}
@@ -84,7 +86,7 @@ def unique(*patterns: str) -> Check:
 
 
 def ids_exist(pattern: str, *owners: str) -> Check:
-    """Return a check that each id at `pattern` occurs at one of `owners`."""
+    """Return a check that each id at `pattern` also occurs at one of the patterns in `owners`."""
 
     def check(document: Any) -> Iterator[str]:
         ids = {value for owner in owners for _, value in values_at(document, owner, str)}
@@ -103,7 +105,7 @@ def _read(source: str) -> bytes:
 
 
 class _Object(dict[str, Any]):
-    """A JSON object that records its duplicate keys."""
+    """A JSON object as a dictionary that also records duplicate keys."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__()
@@ -115,7 +117,7 @@ class _Object(dict[str, Any]):
 
 
 def _parse(text: bytes) -> tuple[Any, list[str]]:
-    """Return the document, and an error text for each duplicate key."""
+    """Return the parsed document, and an error message for each duplicate key."""
     try:
         document = json.loads(text, object_pairs_hook=_Object)
         return document, list(_repeated_keys(document))

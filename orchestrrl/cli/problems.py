@@ -87,8 +87,8 @@ def _places(document: Any) -> Iterator[str]:
 
 
 def _gpus(document: Any) -> Iterator[str]:
-    """Check each instance's GPUs: they exist, no other instance uses them, their number is that of the configuration,
-    and they lie inside one node or fill whole nodes."""
+    """Check the GPUs of each instance: they exist, no other instance uses them, their number is that of the instance's
+    configuration, and they are inside one node or fill whole nodes."""
     count, per_node = (
         next((size for _, size in values_at(document, f"gpus.{name}", int) if size >= 0), None)
         for name in ("count", "per_node")

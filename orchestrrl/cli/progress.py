@@ -22,7 +22,8 @@ def showing(
     picture: "Callable[[Report], RenderableType]", news: Callable[[Report | None, Report], Iterable[str]], aside: bool
 ) -> Iterator[Callable[[Report], None]]:
     """Yield a function that shows a report: on a terminal as a picture redrawn in place, in a pipe as one line per
-    change since the previous report. `aside` keeps standard output free for the result."""
+    change since the previous report. With `aside`, reports are written to standard error, so that standard output
+    contains only the result."""
     latest: list[Report] = []
     if aside or not stdout().is_terminal:
         console = stderr() if aside else stdout()
@@ -71,8 +72,8 @@ async def until_over(
 async def persistently(
     fetch: Callable[[Report | None], AsyncIterator[Report]], is_over: Callable[[Report], bool], away: str
 ) -> AsyncIterator[Report]:
-    """Yield reports until `is_over` is true for one. If the daemon becomes unreachable, print `away` once and call
-    `fetch` again with the latest report. Before the first report, an unreachable daemon is an error."""
+    """Yield reports until `is_over` is true for a report. If the daemon becomes unreachable, print `away` once and call
+    `fetch` again with the latest report. If the daemon is unreachable before the first report, raise the error."""
     import asyncio
 
     latest: Report | None = None

@@ -1,4 +1,4 @@
-"""Run the coroutines of commands. Services and live views end on SIGTERM or Ctrl-C, without a traceback."""
+"""Run the coroutines of commands. Services and live views exit on SIGTERM or Ctrl-C without a traceback."""
 
 import logging
 import signal
@@ -32,8 +32,8 @@ def until_stopped(
     on_signal: Callable[[], None] = lambda: None,
 ) -> Result | signal.Signals | None:
     """Return the result of the coroutine. On one of `signals`, cancel it, wait for its clean-up and return the last
-    signal received. A further signal also cancels the clean-up, unless it is SIGHUP or follows the first within
-    `SAME_STOP_S`. A signal that the process inherited as ignored, such as SIGHUP under nohup, stays ignored."""
+    signal received. A further signal also cancels the clean-up, unless the signal is SIGHUP or follows the first signal
+    within `SAME_STOP_S`. A signal that the process inherited as ignored, such as SIGHUP under nohup, stays ignored."""
     import asyncio  # imported here: it would be a third of the imports of --help
 
     return asyncio.run(_until_stopped(coroutine, signals, on_signal))

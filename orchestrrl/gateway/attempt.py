@@ -65,8 +65,8 @@ class EngineAttempt:
                 backend.run_whole(record)
 
     def request(self, coalesce_tokens: int, move: MoveInProgress | None) -> GenerationRequest:
-        """Return the request for the engine: the original one, or one that continues after the generated tokens.
-        `move` is the move that brought the request to this engine."""
+        """Return the request for the engine: the original request, or a request that continues after the generated
+        tokens. `move` is the move that brought the request to this engine, if there was one."""
         record = self._record
         self._gathered = coalesce_tokens > 1
         if record.relayed:
@@ -84,16 +84,18 @@ class EngineAttempt:
         )
 
     def _kv_fields(self, move: MoveInProgress | None) -> Mapping[str, Any]:
-        """Return the body fields that name the KV entry to save and the one to load."""
+        """Return the body fields that name the KV entry to save and the KV entry to load."""
         left, load = self.left, None if move is None else move.load
         if move is None or load is None or left is None or load.version != left.version:
             return saving(left.version, left.entry) if left is not None else {}
         return loading(left.version, load.entry, left.entry, wait_s(move.order))
 
     async def run(self, request: GenerationRequest, on_chunk: Callable[[Chunk], None]) -> bool:
-        """Append chunks to the record until the answer ends. `on_chunk` receives each. Returns False on an abort.
+        """Append chunks to the record until the answer ends, and return True. `on_chunk` is called with each chunk.
+        Returns False if the engine aborted the request, or the answer must start over.
 
-        Raises the engine's errors, and OutcomeUnknown if the stream ends without a finish_reason.
+        Raises the errors of the engine's client if the engine fails, and OutcomeUnknown if the stream ends without a
+        finish_reason.
         """
         record, backend = self._record, self._backend
         if record.max_tokens is None and not record.immovable_because:
@@ -166,7 +168,7 @@ class EngineAttempt:
         return replace(chunk, choice_fields=fields or None, answer_fields=kept or None, usage=None)
 
     def _relay(self, chunk: Chunk) -> None:
-        """Record an event or a whole answer that is forwarded unchanged."""
+        """Append an event or a whole answer that is forwarded unchanged to the record."""
         record, backend = self._record, self._backend
         was, context_before = record.state, record.context_tokens
         passed_on = chunk.answer or chunk.event or {"choices": ()}
@@ -258,7 +260,8 @@ def _unfinished(chunk: Chunk) -> Chunk:
 
 
 def _parsed_fields(chunk: Chunk) -> Mapping[str, Any] | None:
-    """Return the fields that a chat engine parsed out of the text, such as reasoning and tool calls."""
+    """Return the fields that a chat engine parsed out of the text, such as reasoning and tool calls; None if there are
+    none."""
     delta = chunk.raw.get("delta") if chunk.raw is not None else None
     if not delta:
         return None

@@ -1,9 +1,10 @@
 """A client for trainers that sends requests through the gateway, and directly to engines while the gateway is down.
 
-The gateway is on the path of every request, so a client must work without it. If the gateway is unreachable, breaks
-off or shuts down, the client sends the requests again from their start to the engines, round-robin, until the gateway
-is back. A gateway with a ledger gets some time to restart first: for the same request id it continues from the tokens
-it has stored. Each call of `complete` returns exactly one answer. Without the gateway, requests are not balanced.
+The gateway is on the path of every request, so a client must work without it. If the gateway is unreachable, breaks off
+a response or shuts down, the client sends the requests again from their start to the engines, round-robin, until the
+gateway is reachable again. A gateway with a ledger gets some time to restart first: for the same request id it
+continues from the tokens it has stored. Each call of `complete` returns exactly one answer. Without the gateway,
+requests are not balanced.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ CONFLICT = 409
 
 @dataclass(frozen=True, slots=True)
 class ClientPatience:
-    """Timeouts and probe intervals of the client."""
+    """Timeouts and probe intervals of the client, in seconds."""
 
     connect_s: float = 5.0
     probe_first_s: float = 0.25  # first interval between probes of a server that is down; doubles ...
@@ -41,7 +42,8 @@ class ClientPatience:
 
 
 class _Gone(Exception):
-    """The server cannot accept the request, or broke off; another server may accept it."""
+    """Raised if the server cannot accept the request or broke off the response; another server may accept the
+    request."""
 
     def __init__(self, message: str, *, answered: bool = False) -> None:
         super().__init__(message)
@@ -90,8 +92,8 @@ class GatewayClient:
         group: str = "",
         tag: str = "",
     ) -> dict[str, Any]:
-        """Return the whole answer. Raises RequestRefused if the request is invalid, Retryable if neither the gateway
-        nor an engine answers for `unreachable_s`."""
+        """Send a request and return the complete answer. Raises RequestRefused if the request is invalid, Retryable if
+        neither the gateway nor an engine answers for `unreachable_s`."""
         name = request_id or uuid.uuid4().hex
         headers = {"X-Request-Id": name} | ({"X-Group-Id": group} if group else {}) | ({"X-Tag": tag} if tag else {})
         body = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
@@ -158,7 +160,8 @@ class GatewayClient:
     async def _attempt(
         self, server: _Server, path: str, body: Mapping[str, Any], headers: Mapping[str, str], busy: Set[int]
     ) -> dict[str, Any]:
-        """Make one attempt; cancel it when the server is lost. Raises _Gone or RequestRefused."""
+        """Make one attempt; cancel it if the server is lost. Raises _Gone if the server is lost, unreachable or cannot
+        accept the request, and RequestRefused if the request is invalid."""
         asking = asyncio.create_task(self._post(server, path, body, headers, busy))
         losing = asyncio.create_task(server.lost.wait())
         try:
@@ -185,7 +188,7 @@ class GatewayClient:
         raise RequestRefused(f"{server.url}{path}: {response.status}: {message}", response.status, answer)
 
     async def _wait_for(self, gateway: _Server) -> None:
-        """Wait up to `restart_s` for the gateway to come back."""
+        """Wait up to `restart_s` until the gateway is reachable again."""
         waited_s = 0.0
         while not gateway.up and waited_s < self._patience.restart_s:
             await asyncio.sleep(self._patience.probe_first_s)
@@ -200,7 +203,7 @@ class GatewayClient:
                 self._watching.append(asyncio.create_task(self._until_back(server)))
 
     async def _watch(self, gateway: _Server) -> None:
-        """Detect when the gateway is back, and when it stops answering while its connections stay open."""
+        """Detect when the gateway is reachable again, and when it stops answering while its connections stay open."""
         silent = 0
         await self._health(gateway)  # reads whether it has a ledger
         while True:

@@ -29,7 +29,8 @@ WATCH_FRACTION = 0.25  # the interval between checks for stalled requests, as a 
 
 
 class RequestGroup:
-    """The records of one HTTP request, one per answer. Cancelling `run` stops the answers that are not complete."""
+    """The records of one HTTP request, one record per answer. Cancelling `run` stops the answers that are not
+    complete."""
 
     def __init__(
         self, request: CompletionRequest, gateway: "Gateway", named_body: Mapping[str, Any] | None = None
@@ -50,8 +51,9 @@ class RequestGroup:
         return next((record.failure for record in self.records if record.failure is not None), None)
 
     async def run(self, listener: Callable[[RequestRecord], None] | None = None) -> None:
-        """Generate all answers; return when all have ended or one has failed. `listener` receives each record that
-        ends, and each streamed record that grows. Raises DuplicateRequest if an id is already in flight."""
+        """Generate all answers, and return when all of them have ended or one of them has failed. `listener` receives
+        each record that ends, and each streamed record that grows. Raises DuplicateRequest if an id is already in
+        flight."""
         self._listener = listener
         await self._enter()
         try:
@@ -111,8 +113,8 @@ class RequestGroup:
         return self._give_again(record) if record.done else self._gateway.relay(record, self._grown).run()
 
     async def _give_again(self, record: RequestRecord) -> None:
-        """Return a stored answer to the client once more. It was counted when it was generated. Its group may have been
-        forgotten since."""
+        """Return a stored answer to the client once more. The answer was counted when it was generated. It enters its
+        group again, which may have been forgotten since."""
         self._counted.add(record.id)
         self._gateway.groups.enter(record)
         self._gateway.cancel_redundant(record)
@@ -132,7 +134,8 @@ class Gateway:
     def __init__(
         self, node: NodeId, fleet: EngineBackends, *, limits: RelayLimits, store: LedgerStore | None = None
     ) -> None:
-        """Create a gateway. `store` keeps answers across restarts of the process; None disables that."""
+        """Create a gateway. `store` keeps answers across restarts of the process; if it is None, answers are not
+        stored."""
         self.node = node
         self.url = ""
         self.fleet = fleet
@@ -308,7 +311,8 @@ class Gateway:
             await asyncio.gather(*(self.fleet.learn(backend) for backend in self.fleet if backend.usable))
 
     async def models(self) -> dict[str, int | None]:
-        """Return the context length of each model by name, in tokens, as reported by the engines that respond."""
+        """Return the context length in tokens of each model by name, as reported by the engines that respond; None if
+        unknown."""
         slots = [backend for backend in self.fleet if backend.usable]
         answers = await asyncio.gather(*(self.fleet.capabilities(backend) for backend in slots), return_exceptions=True)
         models: dict[str, int | None] = {}

@@ -12,7 +12,7 @@ UNREPORTED_KEPT = 2048
 
 
 class FailoverCounter:
-    """Failover counts per failed engine. A failover is counted when the request continues."""
+    """Failover counts per failed engine. A failover is counted when the request continues on another engine."""
 
     def __init__(self) -> None:
         self.totals: dict[EngineId, FailoverCounts] = {}

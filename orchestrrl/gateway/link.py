@@ -1,5 +1,5 @@
-"""The gateway's connections to the daemon. They receive routes and moves, and report every request. Pause barrier calls
-of clients are forwarded, since the daemon commands all gateways.
+"""The gateway's connections to the daemon, which receive routes and moves and report every request. Pause barrier calls
+of clients are forwarded to the daemon, since it commands all gateways.
 
 Without the daemon, the gateway continues with its last routes. No request waits for this module.
 """
@@ -144,7 +144,7 @@ _STATUSES = {
 
 async def ask_daemon(target: str, method: str, body: RequestBody | None) -> Mapping[str, Any]:
     """Forward a pause barrier call to the daemon at `target`, which commands all gateways. Returns the answer as plain
-    values. Raises HttpRefusal."""
+    values. Raises HttpRefusal if the daemon is unavailable or refuses the call."""
     patience_s = ANSWER_S
     fields = {} if body is None else body.model_dump(exclude_none=True)
     if isinstance(body, PauseBody):

@@ -89,8 +89,8 @@ class GatewayPause:
         """Close the barrier and wait until all engines are quiet. Returns one item per engine. If `order.engines_run`,
         waits only for the requests of this gateway and returns no items. Renews a lease that already holds the barrier.
 
-        Raises Permanent if another lease holds the barrier, if this lease has ended, or if the deadline passes first;
-        in the last case the barrier opens again.
+        Raises Permanent if another lease holds the barrier, if this lease has ended, or if the deadline passes before
+        the engines are quiet; in the last case the barrier opens again.
         """
         self._take(order)
         at_rest = self._own_at_rest if order.engines_run else self._quiet
@@ -405,7 +405,7 @@ class GatewayPause:
         return paused and self.closed is None and not backend.paused and self._fleet.get(backend.id) is backend
 
     def _named(self, engines: Sequence[EngineId], path: str = "") -> list[EngineBackend]:
-        """Return the engines with these ids. Raises Permanent, with the prefix `path`, if one is unknown."""
+        """Return the engines with these ids. Raises Permanent if an id is unknown; the message begins with `path`."""
         found = {engine: backend for engine in engines if (backend := self._fleet.get(engine)) is not None}
         if unknown := [engine for engine in engines if engine not in found]:
             known = ", ".join(backend.id for backend in self._fleet) or "none"

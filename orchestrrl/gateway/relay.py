@@ -172,8 +172,8 @@ class RequestRelay:
         )
 
     def redirect(self, engine: EngineId, hold_s: float) -> OperationItemResult:
-        """Send a request that is on no engine to this one: at once if the engine is usable, otherwise after a wait as
-        in `park_for`. Raises MoveRefused."""
+        """Send a request that is on no engine to this engine: at once if the engine is usable, otherwise after a wait
+        as in `park_for`. Raises MoveRefused."""
         target = self._fleet.get(engine)
         if self.record.done:
             raise MoveRefused("the request finished before the move")
@@ -234,7 +234,7 @@ class RequestRelay:
             raise MoveRefused(f"the request cannot continue on another engine: {record.fixed_because}")
 
     def _answer_move(self, done: bool, detail: str = "") -> None:
-        """Report the outcome of the current move, if there is one, and forget the move."""
+        """Report the outcome of the current move, if there is one, and clear the move."""
         move, self._move = self._move, None
         if move is None:
             return
@@ -435,8 +435,8 @@ class RequestRelay:
         self._delay_s = shortage.after_s
 
     def _back_off(self, backend: EngineBackend, because: str, asked_s: float) -> None:
-        """Count a failed attempt, and delay the next one. The first failure in a row causes no delay, because another
-        engine may be usable."""
+        """Count a failed attempt, and delay the next attempt. The first failure in a row causes no delay, because
+        another engine may be usable."""
         self._failures += 1
         shown = self.record.relayed_tokens or not self.record.relayed  # a whole answer counts as running from the start
         self._failed.append((backend.id, bool(shown) and self.record.state is RequestState.RUNNING))
@@ -451,8 +451,8 @@ class RequestRelay:
         self.record.fail(RequestFailure(status, error_body(message, status)), self._clock.now_s())
 
     def _complete(self) -> bool:
-        """Return whether the record is done. First finishes an answer that was complete when it was cut, although its
-        engine had not reported the end."""
+        """Return whether the record is done. If the answer was complete when it was cut, although its engine had not
+        reported the end, finish the answer first."""
         record = self.record
         if record.done:
             return True

@@ -1,8 +1,8 @@
 """Run the gateway as one process, or as several processes that share a port.
 
-Each of several processes is a gateway of its own and a node of the daemon. The kernel distributes trainers' connections
-over them (SO_REUSEPORT). Each has its own operator API, which shows the requests of that process. A process that dies
-loses its requests and is restarted. When the parent process dies, the others end too.
+Each of several processes is a separate gateway and a separate node of the daemon. The kernel distributes trainers'
+connections over the processes (SO_REUSEPORT). Each process has its own operator API, which shows the requests of that
+process. A process that dies loses its requests and is restarted. If the parent process dies, its child processes exit.
 """
 
 import asyncio
@@ -73,7 +73,8 @@ class GatewayOptions:
     keep: RetentionPolicy | None = None  # for answers to requests with a client's id; None: they are not stored
 
     def operator_port_at(self, place: ProcessPlace | None) -> int:
-        """Return the operator port of one process. A shared port would lead to the ledger of an arbitrary process."""
+        """Return the operator port of one process. Processes do not share an operator port, since it would lead to the
+        ledger of an arbitrary process."""
         return self.operator_port + place.index if place is not None and self.operator_port else self.operator_port
 
 
@@ -94,8 +95,8 @@ async def serve(
     place: ProcessPlace | None = None,
     stop_on: int | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, or until the file descriptor `stop_on` is readable, then drain. `ready` receives
-    the URLs of the trainers' listener and of the operator API. With a `place`, these URLs reach this process alone,
+    """Serve until SIGTERM or SIGINT, or until the file descriptor `stop_on` is readable, then drain. `ready` is called
+    with the URLs of the trainers' listener and of the operator API. With a `place`, these URLs reach only this process,
     which also listens on the shared port."""
     # A request needs two connections, and the usual soft limit of 1,024 descriptors is too low.
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -179,8 +180,8 @@ class _Child:
 
 
 def serve_many(options: GatewayOptions) -> None:
-    """Serve with several processes until SIGTERM or SIGINT. Once all listen, prints the shared URL and then the URL of
-    each process's operator API. Raises Permanent if a process cannot listen."""
+    """Serve with several processes until SIGTERM or SIGINT. Once all processes listen, prints the shared URL and then
+    the URL of each process's operator API. Raises Permanent if a process cannot listen."""
     with _reserved(options.host, options.port) as port, _signals() as signalled:
         places = [ProcessPlace(index, port) for index in range(options.processes)]
         for place in places:

@@ -114,7 +114,7 @@ def _written(path: Path, document: Any, view: Iterable[Any], is_well: bool, *pic
 
 
 def _finished(work: Callable[["Report"], Coroutine[Any, Any, _Outcome]]) -> _Outcome:
-    """Return the outcome of `work`. A signal that stops it also stops its processes."""
+    """Return the outcome of `work`. A signal that stops `work` also stops the processes that it started."""
     outcome = with_progress(lambda report: until_stopped(work(report), LEAVE_SIGNALS))
     if isinstance(outcome, Signals):
         raise typer.Exit(128 + outcome)

@@ -1,4 +1,5 @@
-"""Output of `orchestrrl demo --redeploy`: the redeployment's time line compared with the paper's, and its gain."""
+"""Output of `orchestrrl demo --redeploy`: the redeployment's time line compared with the time line in the paper, and
+the gain."""
 
 from collections.abc import Iterator
 

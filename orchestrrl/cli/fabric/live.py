@@ -177,7 +177,8 @@ async def _fetch(client: ControlClient, limit: int) -> dict[str, Any]:
 
 
 def _intent_text(period: str, source: Path | None, within_s: float) -> str:
-    """Return the text of the intent. Raises ProblemFaults with all errors of the announcement before it is sent."""
+    """Return the text of the intent. Raises ProblemFaults with all errors of the announcement, before anything is
+    sent."""
     from orchestrrl.core.documents import read_text
     from orchestrrl.fabric.intents import parse_intent
 
@@ -284,7 +285,7 @@ def _commit(period: dict[str, Any]) -> str | None:
 
 
 def _moves(period: dict[str, Any]) -> str:
-    """Return the number of moves; if not all were made, as `made of planned`."""
+    """Return the number of mirror moves as text; if not all of them were made, in the form `made of planned`."""
     made = sum(each["moves"] for each in period["commits"] if each["done"])
     return str(made) if made == period["moves"] else f"{made} of {period['moves']}"
 

@@ -211,7 +211,8 @@ def _proof(placed: "PlacedCircuits") -> str:
 
 
 class Least(NamedTuple):
-    """The endpoint with the smallest share of its circuits. The base is the smaller count, before or after."""
+    """The endpoint with the smallest share of its circuits up. The share is relative to `of`, the smaller of its
+    numbers of circuits before and after the transition."""
 
     endpoint: str | None
     circuits: int

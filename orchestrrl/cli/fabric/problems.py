@@ -64,8 +64,8 @@ CABLING_CHECKS: tuple[Check, ...] = (unique("switches[].id"), _one_fibre_a_port)
 
 
 def cross_connects(*names: str, ends_differ: bool = False) -> Check:
-    """Return a check of the cross-connects in the lists `names`: every port has a fibre and is used once per list.
-    With `ends_differ`, each cross-connect joins two different endpoints."""
+    """Return a check of the cross-connects in the lists `names`: every port has a fibre and is used at most once per
+    list. With `ends_differ`, each cross-connect joins two different endpoints."""
 
     def check(document: Any) -> Iterator[str]:
         known = fibres(document)
@@ -108,7 +108,8 @@ class DemandPart(ProblemPart):
 
 
 def _ends(value: Any) -> Any:
-    """Return a pair written as `{"a", "b"}`, as in the results, as a list of two."""
+    """Return a pair as a list of two items if it is written as `{"a", "b"}`, as in the results; return any other value
+    unchanged."""
     return [value["a"], value["b"]] if isinstance(value, dict) and value.keys() == {"a", "b"} else value
 
 

@@ -1,5 +1,4 @@
-"""`orchestrrl fabric check`, `show` and `generate`: validate and draw a site file, and generate that of a regular
-site."""
+"""`orchestrrl fabric check`, `show` and `generate`: validate, draw and generate a site file."""
 
 import inspect
 import json
@@ -113,7 +112,8 @@ SWITCH_COLUMNS: Columns = {
 
 
 def _grouped(title: str, columns: Columns, each: "Iterable[PodCapacity | SwitchPorts]") -> "Table":
-    """Return a table with a row per item. If there are many, adjacent rows that differ only in the name are merged."""
+    """Return a table with a row per item. If there are many items, adjacent rows that differ only in the name are
+    merged."""
     from orchestrrl.fabric.views import named
 
     rows: Sequence[tuple[object, ...]] = [row_of(one, columns) for one in each]
@@ -298,7 +298,8 @@ def _with_flags(message: str) -> str:
 
 
 def _devices(agg: str, core: str) -> tuple[SwitchModel, SwitchModel]:
-    """Return the switch models of the PoDs and of the core. Raises ProblemFaults with the errors of both."""
+    """Return the switch models of the PoDs and of the core. Raises ProblemFaults with the errors of both options if one
+    is invalid."""
     faults: list[str] = []
     found = []
     for flag, text in (("--device", agg), ("--core-device", core or agg)):

@@ -126,7 +126,7 @@ def _jobs_view(summaries: "dict[str, SlackSummary]", hosts: dict[str, set[str]])
 
 
 def _view(summary: "SlackSummary") -> View:
-    """Yield the tables and charts of a summary, whether from a trace or from the daemon."""
+    """Yield the tables and charts of a summary, which may come from a trace or from the daemon."""
     most = max((histogram.total for histogram in summary.histograms.values()), default=1)
     yield cells_table(
         f"Slack before each operation, {_ranks(summary)}",

@@ -106,7 +106,8 @@ async def remove(
 ) -> Output:
     """Remove an engine. Reports about it are ignored until it is added again.
 
-    Fails if the engine has requests. With --force, requests that can move continue on other engines; the rest finish.
+    Fails if the engine has requests. With --force, requests that can move continue on other engines; the other requests
+    finish on the engine.
 
     Example: `orchestrrl engines remove e1`
     """
@@ -179,7 +180,8 @@ async def _until_empty(client: ControlClient, worker: dict[str, Any], timeout_s:
 
 
 def _count(worker: dict[str, Any]) -> int:
-    """Return the number of requests on the engine: the larger of the gateways' and, if healthy, the engine's count."""
+    """Return the number of requests on the engine: the number that gateways report or, if the engine is healthy and
+    reports more, the number that the engine reports."""
     own = worker["running"] + worker["waiting"] if worker["health"] == "ok" else 0
     return int(max(worker["requests"], own))
 

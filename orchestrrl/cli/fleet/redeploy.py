@@ -97,7 +97,7 @@ async def fetch_redeployment(client: ControlClient, redeployment_id: str) -> dic
 
 
 def _targets(to: list[str]) -> "tuple[list[control_pb2.RedeployTarget], list[str]]":
-    """Return the targets of --to, and an error text for each malformed one."""
+    """Return the targets of --to, and an error message for each malformed target."""
     targets: list[control_pb2.RedeployTarget] = []
     faults: list[str] = []
     for wish in to:
@@ -116,7 +116,8 @@ def _targets(to: list[str]) -> "tuple[list[control_pb2.RedeployTarget], list[str
 
 
 async def _first(client: ControlClient, order: "control_pb2.RedeployRequest") -> dict[str, Any]:
-    """Return the first report: the draft of a dry run, or the redeployment that has started."""
+    """Return the first report: the draft of a dry run, or the report of the redeployment that has started. Raises
+    OutcomeUnknown if the daemon does not respond within FIRST_WITHIN_S."""
     import asyncio
 
     try:
@@ -147,7 +148,7 @@ async def _polled(client: ControlClient, redeployment_id: str) -> AsyncGenerator
 async def _followed(
     client: ControlClient, order: "control_pb2.RedeployRequest | None", redeployment_id: str, as_json: bool
 ) -> Output:
-    """Follow the redeployment that `order` starts or, without an order, the running one, until it ends."""
+    """Follow the redeployment that `order` starts or, if `order` is None, the running redeployment, until it ends."""
 
     def fetch(latest: dict[str, Any] | None) -> AsyncIterator[dict[str, Any]]:
         if latest is None and order is not None:

@@ -46,7 +46,7 @@ def spaced(name: str) -> str:
 
 
 def elapsed_s(report: dict[str, Any]) -> float | None:
-    """Return the seconds from its start to its end, or None while it runs."""
+    """Return the seconds from the redeployment's start to its end, or None while it runs."""
     ended = report["ended_unix_s"]
     return None if ended is None else float(max(0.0, ended - report["created_unix_s"]))
 
@@ -93,7 +93,7 @@ def progress(report: dict[str, Any]) -> str:
 
 
 def redeployment_summary(report: dict[str, Any] | None) -> list[str]:
-    """Return the line for `orchestrrl status`, or nothing if there is no redeployment to show."""
+    """Return the line for `orchestrrl status` in a list; the list is empty if there is no redeployment to show."""
     if report is None:
         return []
     if report["state"] == "running":
@@ -105,7 +105,8 @@ def redeployment_summary(report: dict[str, Any] | None) -> list[str]:
 
 
 def engines_table(report: dict[str, Any]) -> Table:
-    """Return a table of the engines that stop, stay and start. Each has a row unless there are many."""
+    """Return a table of the engines that stop, stay and start. Each engine has its own row unless there are many
+    engines."""
     return cells_table("Engines", ("engine", "", "configuration", "GPUs"), _engine_rows(report))
 
 
@@ -139,7 +140,7 @@ def _named(ids: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StageSteps:
-    """The steps of one kind in one stage. They, or the chains of steps of their engines, run in parallel."""
+    """The steps of one kind in one stage. These steps, or the chains of steps that contain them, run in parallel."""
 
     direction: str
     stage: int
@@ -179,7 +180,7 @@ class StageSteps:
         return min((step["began_unix_s"] for step in self.steps if step["began_unix_s"] is not None), default=None)
 
     def ended_s(self, now_s: float) -> float | None:
-        """Return the end of the last step that has started; `now_s` while one runs; None if no end was recorded."""
+        """Return the end of the last step that has started; `now_s` while a step runs; None if no end was recorded."""
         ends = [
             now_s if step["state"] == "running" else step["began_unix_s"] + step["elapsed_s"]
             for step in self.steps
@@ -188,7 +189,8 @@ class StageSteps:
         return max(ends, default=None)
 
     def elapsed_text(self, now_s: float | None = None) -> str | None:
-        """Return the duration from the start of the first step to the end of the last, or None if not known."""
+        """Return the duration from the start of the first step to the end of the last step, or None if it is
+        unknown."""
         began_s = self.began_s
         if began_s is None or (now_s is None and any(step["state"] == "running" for step in self.steps)):
             return None
@@ -208,7 +210,8 @@ class StageSteps:
 
     @property
     def remark(self) -> str:
-        """One line on the steps' details: failures first, then steps cut short by them or successful with a remark."""
+        """One line with the details of the steps: failed steps first, then steps that were cut short by a failure or
+        succeeded with a remark."""
         detailed = [step for step in self.steps if step["detail"]]
         detailed.sort(key=lambda step: (step["state"] != "failed", step["detail"] == CUT_SHORT))
         if not detailed:
@@ -223,7 +226,7 @@ class StageSteps:
 
 
 def together(report: dict[str, Any]) -> list[StageSteps]:
-    """Return the steps in order, grouped by stage and kind."""
+    """Return the steps in the order of the report, grouped by stage and kind."""
     groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for step in report["steps"]:
         groups.setdefault((step["direction"], step["stage"], step["kind"]), []).append(step)
@@ -241,7 +244,8 @@ def plan_table(report: dict[str, Any]) -> Table:
 
 
 def taken_table(report: dict[str, Any], now_s: float | None = None) -> Table:
-    """Return a table of the steps with state and duration. Once the redeployment has ended, only started steps."""
+    """Return a table of the steps with their state and duration. After the redeployment has ended, only steps that were
+    started are included."""
     columns: Columns = {
         "engines": "text",
         "state": "state_text",

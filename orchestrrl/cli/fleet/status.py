@@ -144,7 +144,7 @@ def _index(value: float | None) -> str:
 
 
 def _method(move: dict[str, Any]) -> str:
-    """Return the method of a move, and the ordered one if the move fell back to another."""
+    """Return the method of a move, followed by the ordered method if the move used a different one."""
     method, ordered = move["method"], move["ordered_method"]
     return str(method) if method in ("", ordered) else f"{method}, not {ordered}"
 
@@ -181,7 +181,7 @@ async def fetch_status(client: ControlClient) -> dict[str, Any]:
 
 
 async def fetch_weights(client: ControlClient) -> dict[str, Any] | None:
-    """Return the weights' status, or None if the daemon does not manage weights."""
+    """Return the status of the fleet's weights, or None if the daemon does not manage weights."""
     with contextlib.suppress(Permanent):
         return await answer(client, client.weights.GetWeights, weights_pb2.GetWeightsRequest())
     return None
@@ -222,7 +222,8 @@ def summary(seen: dict[str, Any]) -> list[str]:
 
 
 def policy_summary(policy: str, reason: str) -> list[str]:
-    """Return a line such as `policy: load_index: no step times for e0: ...`, or nothing before the first decision."""
+    """Return a line such as `policy: load_index: no step times for e0: ...` in a list; the list is empty before the
+    first decision."""
     return [f"policy: [bold]{policy}[/bold]: {escape(reason)}"] if policy else []
 
 
@@ -248,12 +249,12 @@ def defect_text(defect: dict[str, Any], now_unix_s: float) -> str:
 
 
 def remarks(workers: Iterable[dict[str, Any]], nodes: Iterable[str] = ()) -> list[str]:
-    """Return the remarks on the names and reports of nodes and engines, one sentence each."""
+    """Return the remarks on how nodes and engines are named and reported, one sentence each."""
     return [*nodes, *(remark for worker in workers for remark in worker["remarks"])]
 
 
 def barrier_summary(barrier: dict[str, Any] | None) -> list[str]:
-    """Return the state of the pause barrier, or nothing if it is open and no policy version is set."""
+    """Return the state of the pause barrier as lines; no lines if the barrier is open and no policy version is set."""
     if barrier is None or (barrier["phase"] in ("", "open") and barrier["policy_version"] is None):
         return []
     lines = barrier_lines(barrier)
@@ -261,7 +262,7 @@ def barrier_summary(barrier: dict[str, Any] | None) -> list[str]:
 
 
 def fabric_summary(seen: dict[str, Any]) -> list[str]:
-    """Return the latest period and the operator's control, or nothing without an optical fabric."""
+    """Return lines on the latest period and the operator's control; no lines if there is no optical fabric."""
     control, period = seen["fabric_control"], seen["fabric_period"]
     if control is None:
         return []
@@ -295,7 +296,8 @@ def fabric_control_text(control: dict[str, Any]) -> str:
 
 
 def weights_summary(weights: dict[str, Any] | None, now_unix_s: float) -> list[str]:
-    """Return the committed version, the running sync and quarantined engines in one line, or nothing."""
+    """Return one line with the committed version, the running sync and quarantined engines; no line if there is nothing
+    to report."""
     if weights is None:
         return []
     parts = [] if weights["committed_version"] is None else [f"version {weights['committed_version']}"]
@@ -309,7 +311,7 @@ def weights_summary(weights: dict[str, Any] | None, now_unix_s: float) -> list[s
 
 
 def operator_pause_text(pause: dict[str, Any]) -> str:
-    """Return the reason of a pause with its start and expiry."""
+    """Return the reason of an operator's pause, with its start and expiry, as text."""
     until = "" if pause["expires_unix_s"] is None else f", until {time_of_day(pause['expires_unix_s'])}"
     return f"{pause['reason'] or 'no reason given'} (since {time_of_day(pause['since_unix_s'])}{until})"
 
@@ -331,7 +333,7 @@ def control_text(control: dict[str, Any] | None, now_unix_s: float | None = None
 
 
 def health_text(worker: dict[str, Any]) -> Text:
-    """Return the health that the daemon has for a worker, and whether the worker is draining."""
+    """Return the worker's health as judged by the daemon, and whether the worker is draining, as text."""
     health = worker["health"] or UNKNOWN if worker["reported"] else "no agent"
     colour = HEALTH_COLOURS.get(worker["health"] or "", "yellow")
     return Text(f"{health}, draining" if worker["draining"] else str(health), colour)

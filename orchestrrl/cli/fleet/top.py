@@ -65,7 +65,8 @@ def top(
 
 
 async def fetch_all(client: ControlClient) -> dict[str, Any]:
-    """Fetch the contents of one update: `status`, `balance`, `plan` and `weights`, each None if not available yet."""
+    """Fetch the contents of one update: `status`, `balance`, `plan` and `weights`. An item that is not available yet is
+    None."""
     seen: dict[str, Any] = {"status": await fetch_status(client), "balance": None, "plan": None}
     seen["weights"] = await fetch_weights(client)
     with contextlib.suppress(Permanent):
@@ -99,7 +100,7 @@ def picture(seen: dict[str, Any]) -> RenderableType:
 
 
 async def _next_picture(client: ControlClient) -> RenderableType:
-    """Return the next picture, or the error if the daemon is unreachable, so that the view continues."""
+    """Return the next picture or, if the daemon is unreachable, the error as a picture, so that the view continues."""
     try:
         return picture(await fetch_all(client))
     except OrchestrRLError as error:

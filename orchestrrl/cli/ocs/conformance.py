@@ -1,4 +1,5 @@
-"""`orchestrrl ocs conformance`: run the drivers' conformance suite against a switch, on the ports given."""
+"""`orchestrrl ocs conformance`: run the drivers' conformance suite against a switch, on ports that the operator
+chooses."""
 
 import logging
 from contextlib import aclosing

@@ -201,7 +201,7 @@ def _verified_view(seen: dict[str, Any]) -> View:
 
 
 def _parsed(pairs: Iterable[str], revert_in_s: float | None = None) -> "list[ocs_pb2.CrossConnect]":
-    """Return the arguments as cross-connects. Raises ProblemFaults."""
+    """Return the arguments as cross-connects. Raises ProblemFaults with an error for each malformed argument."""
     from orchestrrl.rpc.codecs.ocs import PAIR
 
     parsed, faults = [], []
@@ -217,7 +217,7 @@ def _parsed(pairs: Iterable[str], revert_in_s: float | None = None) -> "list[ocs
 
 
 def _readable(value: Any) -> Any:
-    """Return plain values with each cross-connect as text, such as `3:17`."""
+    """Return `value` with each cross-connect in it replaced by text such as `3:17`."""
     match value:
         case {"ingress_port": ingress, "egress_port": egress}:
             return f"{ingress}:{egress}"
@@ -229,7 +229,7 @@ def _readable(value: Any) -> Any:
 
 
 def _outcome(message: "control_pb2.SwitchChange") -> Output:
-    """Return the output for a change. It fails if the change was not made."""
+    """Return the command's output for a change, with an error message and exit status if the change was not made."""
     change = _readable(plain(message))
     document = {
         **{name: change[name] for name in ("done", "dry_run", "rolled_back", "detail", "revision")},

@@ -44,7 +44,8 @@ def headline(plan: dict[str, Any], now_unix_s: float) -> list[str]:
 
 
 def alternatives_table(plan: dict[str, Any]) -> "Table":
-    """Return a table of alternatives, feasible ones first and fastest first, each compared with the deployed fleet."""
+    """Return a table of the plan's alternatives, each compared with the deployed fleet. Feasible alternatives come
+    first, the fastest at the top."""
     feasible = sorted((each for each in plan["alternatives"] if not each["infeasible_because"]), key=_together_s)
     ruled_out = [each for each in plan["alternatives"] if each["infeasible_because"]]
     current_s, best_s = plan["current_makespan_s"], proposed_s(plan)
@@ -76,7 +77,8 @@ def alternatives_table(plan: dict[str, Any]) -> "Table":
 
 
 def instances_table(title: str, instances: Iterable[dict[str, Any]]) -> "Table":
-    """Return a table of instances. If there are many, those of one kind share a row with the times of the slowest."""
+    """Return a table of instances. If there are many, instances of one kind share a row with the times of the slowest
+    instance."""
     engines = sorted(instances, key=lambda each: (each["configuration"], not each["kept"], -_ends_s(each)))
     few = len(engines) <= ENGINES_SHOWN
     alike = groupby(engines, key=lambda each: each["engine_id"] if few else (each["configuration"], each["kept"]))
@@ -102,7 +104,8 @@ def _instances_row(group: list[dict[str, Any]], few: bool) -> tuple[object, ...]
 
 
 def proposed_s(plan: dict[str, Any]) -> float | None:
-    """Return the seconds to the end of the step under the proposal, its costs included."""
+    """Return the predicted seconds to the end of the step under the plan's proposal, including the costs of the
+    change."""
     if plan["proposed_makespan_s"] is None:
         return None
     return float(plan["proposed_makespan_s"] + plan["redeploy_cost_s"] + plan["migration_cost_s"])

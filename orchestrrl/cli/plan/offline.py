@@ -132,7 +132,8 @@ def render(
 def _rendered(
     fleet: "FleetSettings", configuration: str, gpus: str
 ) -> "list[tuple[EngineSpec, str, tuple[CommandLine, ...]]]":
-    """Return the requested engines, each with its URL and its command lines. Raises ProblemFaults."""
+    """Return the requested engines, each with its URL and its command lines. Raises ProblemFaults if an option or the
+    configuration is invalid."""
     from orchestrrl.fabric.site_parts import numbers_in
     from orchestrrl.fleet.deployers.command_line import render, url_of
     from orchestrrl.fleet.launch import configured_engines, filled, launch_of

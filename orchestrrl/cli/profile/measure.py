@@ -164,7 +164,7 @@ async def _measure(
 
 
 def _same(existing: "Profile", capabilities: Any) -> None:
-    """Check that the engine's model and product are those of the existing file. Raises ProblemFaults."""
+    """Raise ProblemFaults if the engine's model or product differs from that of the existing profile."""
     faults = []
     if capabilities.models and existing.model not in capabilities.models:
         faults.append(f"--out: must be a profile of model {capabilities.models[0]}, got {existing.model!r}")
@@ -250,7 +250,8 @@ def _today() -> str:
 
 
 def step_ms(sequences: int) -> Callable[["EngineProfile"], str | None]:
-    """Return a getter for the step time of a batch of `sequences`, as text; None if the engine allows fewer."""
+    """Return a getter for the step time of a batch of `sequences` as text. The getter returns None if the engine allows
+    fewer sequences."""
     return lambda engine: (
         f"{engine.step.base_s.at(sequences) * 1e3:.2f} ms" if sequences <= engine.max_sequences else None
     )
@@ -282,7 +283,8 @@ def _percent(fraction: float | None) -> str | None:
 
 
 def _origins(profile: "Profile") -> Iterator[str]:
-    """Yield the source of each configuration, and of each value whose source differs from its configuration's."""
+    """Yield the source of each configuration, and of each value whose source differs from the source of its
+    configuration."""
     for engine in profile.configurations:
         yield f"{engine.id}: {_origin(engine.provenance)}"
         for name, provenance in engine.others:

@@ -45,7 +45,7 @@ def rate_of(row: "SummaryRow") -> str:
 
 
 def usd_of(row: "SummaryRow") -> str | None:
-    """Return the cost of the network, or None if no prices are known."""
+    """Return the cost of the network as text, or None if no prices are known."""
     return f"{row.network_usd / 1e6:.2f} M$" if row.network_usd else None
 
 
@@ -289,7 +289,7 @@ def _ran(
 
 
 def _run_and_keep(scenario: "ClusterScenario", out: Path | None) -> "list[ClusterResult]":
-    """Run the cluster and store results as they arrive, so that a failure does not lose earlier ones."""
+    """Simulate the cluster and store results as they arrive, so that a failure does not lose earlier results."""
     from orchestrrl.lab.sim.rl.run import run_cluster
 
     document, kept = scenario.document(), 0

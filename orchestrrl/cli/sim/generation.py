@@ -77,8 +77,8 @@ def or_faults(faults: list[str], check: Callable[[], Result]) -> Result | None:
 
 
 def check_folder(folder: Path | None, option: str) -> None:
-    """Check that a folder, or its closest existing parent, is writable, before a long run starts. Creates nothing.
-    Raises ProblemFaults."""
+    """Raise ProblemFaults if a folder, or its closest existing parent, is not writable. Called before a long run
+    starts; creates nothing."""
     if folder is None:
         return
     there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
@@ -92,7 +92,7 @@ def check_folder(folder: Path | None, option: str) -> None:
 
 
 def make_folder(folder: Path, option: str) -> None:
-    """Create a folder. Raises ProblemFaults if it cannot be created or written to."""
+    """Create a folder. Raises ProblemFaults if the folder cannot be created or is not writable."""
     check_folder(folder, option)
     try:
         folder.mkdir(parents=True, exist_ok=True)

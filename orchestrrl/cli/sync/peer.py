@@ -13,7 +13,7 @@ from orchestrrl.weights.peer.arguments import PeerArguments, PeerOption, options
 
 
 def _flag(option: PeerOption) -> tuple[str, Any, Any]:
-    """Return the name, the annotation and the default of a dataclass field for an option."""
+    """Return the name, annotation and default value of the dataclass field that represents an option."""
     if option.name == "daemon":
         return option.name, DaemonOption, field(default=DEFAULT_TARGET)
     kind: Any = list[option.kind] if option.repeats else option.kind  # type: ignore[name-defined]

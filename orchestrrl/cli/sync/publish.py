@@ -70,7 +70,7 @@ def publish(
 
 
 def _pieces(folder: Path, peer: str, peer_folder: Path | None, daemon: str) -> "list[TensorPiece]":
-    """Return the tensors of the checkpoint. Raises ProblemFaults with all invalid arguments."""
+    """Return the tensors of the checkpoint. Raises ProblemFaults with all errors if arguments are invalid."""
     from orchestrrl.weights.peer.arguments import FOLDERS
     from orchestrrl.weights.trainer.staging import checkpoint_pieces
 
@@ -93,7 +93,8 @@ def _pieces(folder: Path, peer: str, peer_folder: Path | None, daemon: str) -> "
 def _carried(
     client: "WeightsClient", version: int, pieces: "list[TensorPiece]", next_pause: bool, as_json: bool
 ) -> "SyncReport":
-    """Publish and return the last report: the sync has ended, or waits for the next pause. Raises OrchestrRLError."""
+    """Publish a version, and return the last report once the sync has ended or waits for the next pause. Raises
+    OrchestrRLError if the version cannot be published."""
     from orchestrrl.weights.trainer.client import SyncAborted
 
     handle: PublishInProgress = client.start_publish_arrays(version, pieces, install="next_pause" if next_pause else "")

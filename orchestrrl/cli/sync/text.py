@@ -129,7 +129,7 @@ def picture(report: SyncReport) -> Text:
 
 
 def failure(report: SyncReport) -> str | None:
-    """Return the error message of the command, or None if every engine has the version."""
+    """Return the error message with which the command fails, or None if every engine has the version."""
     if is_well(report):
         return None
     return f"version {report.version} is {report.state}: {report.detail or report.code or 'no reason given'}"
@@ -194,7 +194,8 @@ def history_table(reports: Sequence[SyncReport], now_s: float) -> Table:
 
 
 def phases_table(title: str, profiles: Sequence[SyncProfile]) -> Table:
-    """Return a table with a row per phase: its duration (median and longest of several versions) and its share."""
+    """Return a table with a row per phase: its duration, or the median and longest duration over several versions, and
+    its share."""
     whole_s, several = sum(each.whole_s for each in profiles), len(profiles) > 1
     took: dict[SyncPhase | None, list[tuple[float, int, float]]] = {phase: [] for phase in (*SyncPhase, None)}
     for each in profiles:
@@ -250,7 +251,8 @@ def transfer_text(profile: SyncProfile) -> str:
 
 
 def path_text(profile: SyncProfile) -> str:
-    """Return the phases of the critical path in order, such as `gather 500 ms, phase A 2 s`, without short ones."""
+    """Return the phases of the critical path in the order of time, such as `gather 500 ms, phase A 2 s`. Short phases
+    are left out."""
     stretches: list[tuple[SyncPhase | None, float]] = []
     for stretch in profile.path:
         if stretch.phase in BESIDE or stretch.seconds < PATH_SHARE * profile.whole_s:
@@ -263,7 +265,8 @@ def path_text(profile: SyncProfile) -> str:
 
 
 def advice_lines(profiles: Sequence[SyncProfile]) -> list[str]:
-    """Return one line per kind of advice, from the newest sync that it applies to, with the number of such syncs."""
+    """Return one line per kind of advice, with the text for the newest sync that it applies to and the number of such
+    syncs."""
     found: dict[str, list[Advice]] = {}
     for took in profiles:
         for each in advice(took):

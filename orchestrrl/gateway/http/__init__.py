@@ -1,1 +1,1 @@
-"""The gateway's HTTP: connections, request bodies, OpenAI's objects and the operator API."""
+"""The gateway's HTTP server: connections, request bodies, OpenAI's objects and the operator API."""

@@ -1,4 +1,4 @@
-"""Read the body of a request: decompress it, and validate it for the operator API. Pure."""
+"""Read the body of a request: decompress it, and validate it for the operator API. Has no side effects."""
 
 import zlib
 from typing import TypeVar
@@ -23,7 +23,8 @@ B = TypeVar("B", bound=BaseModel)
 
 
 def read_as(kind: type[B], request: HttpRequest) -> B:
-    """Return the validated body. A missing body counts as an empty object. Raises HttpRefusal with all faults."""
+    """Return the validated body. A missing body is treated as an empty object. Raises HttpRefusal with all faults of
+    the body."""
     try:
         return kind.model_validate(read_json(read_body(request, empty=b"{}")))
     except ValidationError as error:
@@ -32,7 +33,8 @@ def read_as(kind: type[B], request: HttpRequest) -> B:
 
 
 def read_body(request: HttpRequest, *, empty: bytes | None = None) -> bytes:
-    """Return the decompressed body, or `empty` if there is none. Raises HttpRefusal."""
+    """Return the decompressed body, or `empty` if the request has no body. Raises HttpRefusal if the body is missing
+    although `empty` is None, or cannot be decompressed."""
     if empty is None and request.fields.keys().isdisjoint(("content-length", "transfer-encoding")):
         raise HttpRefusal("Content-Length: is required", "Content-Length", status=411)
     data = request.body

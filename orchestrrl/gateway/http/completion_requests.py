@@ -1,7 +1,8 @@
-"""Parse completion requests. `n` and lists of prompts are split, so one body becomes one record per answer. Pure.
+"""Parse completion requests, without side effects. `n` and lists of prompts are split, so one body becomes one record
+per answer.
 
-The types of known fields (field_types.py) and the values that the gateway relies on are checked. The engine checks the
-rest.
+The types of known fields (field_types.py) and the values that the gateway relies on are checked. The engine checks
+everything else.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -40,7 +41,8 @@ _RANK_HEADER = "x-data-parallel-rank"
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """One parsed body. Records are in order of their index: the answers to the first prompt, then those to the next."""
+    """One parsed body. Records are sorted by index: the answers to the first prompt, then the answers to the next
+    prompt."""
 
     form: ResponseForm
     records: tuple[RequestRecord, ...]
@@ -139,7 +141,7 @@ def _body_faults(endpoint: CompletionEndpoint, body: Mapping[str, Any], prompts:
 
 
 def _several_faults(body: Mapping[str, Any], prompts: int, faulty: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield the faults of a body with more than one answer per prompt."""
+    """Yield the faults of a body that requests more than one answer per prompt."""
     answers = body["n"]
     temperature = None if "temperature" in faulty else body.get("temperature")
     if body.get("use_beam_search"):
@@ -168,7 +170,7 @@ def _prompt_faults(prompt: object, prompts: int) -> Iterator[tuple[str, str]]:
 
 
 def _prompts(body: Mapping[str, Any]) -> Sequence[str | list[int] | None]:
-    """Return the prompts, each as text or token ids; an empty list if the field is invalid."""
+    """Return the prompts of the body, each as text or token ids; an empty list if the field is invalid."""
     prompt = body.get("prompt")
     if prompt is None and body.get("prompt_embeds") is not None:
         return [None]
@@ -231,7 +233,8 @@ def _form(
 
 
 def _role(body: Mapping[str, Any]) -> str:
-    """Return the role of the answer: without a generation prompt, the answer continues the last message in its role."""
+    """Return the role of the answer: `assistant`, or, without a generation prompt, the role of the last message, which
+    the answer continues."""
     messages = body.get("messages")
     if body.get("add_generation_prompt", True) or not isinstance(messages, list) or not messages:
         return "assistant"

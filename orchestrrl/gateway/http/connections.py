@@ -1,4 +1,4 @@
-"""The gateway's HTTP server, which parses requests with httptools and writes their answers.
+"""The gateway's HTTP server, which parses requests with httptools and writes responses.
 
 A general-purpose HTTP server would cost more per request and per piece of an answer than the gateway's own work. This
 server accepts and refuses the same requests as aiohttp's (tests/orchestrrl/gateway/test_http_connection_oracle.py sends

@@ -1,7 +1,8 @@
-"""Parse the JSON of a request's body, and check that known fields have the types that engines expect. Pure.
+"""Parse the JSON of a request's body, and check that known fields have the types that engines expect. Has no side
+effects.
 
-A body that passes can be sent to any engine: its text is valid Unicode, its numbers are finite and its nesting can be
-serialised again. The engine checks ranges and combinations, and reports them itself.
+A body that passes these checks can be sent to any engine: its text is valid Unicode, its numbers are finite and its
+nesting can be serialised again. The engine itself checks and reports invalid ranges and combinations.
 """
 
 import json
@@ -23,7 +24,7 @@ _values.maxstring = _values.maxother = _values.maxlong = 60
 
 
 class HttpRefusal(ValueError):
-    """The request is refused with HTTP status `status`; `param` names the field or header at fault."""
+    """Raised to refuse a request with HTTP status `status`. `param` names the field or header at fault."""
 
     def __init__(
         self, message: str, param: str | None = None, status: int = 400, headers: Mapping[str, str] | None = None
@@ -40,7 +41,8 @@ def name_set(names: str) -> frozenset[str]:
 
 
 def read_json(data: bytes) -> Any:
-    """Return the parsed JSON document. Raises HttpRefusal if it is not JSON, or cannot be forwarded to an engine."""
+    """Return the parsed JSON document. Raises HttpRefusal if `data` is not JSON, or cannot be forwarded to an
+    engine."""
     try:
         text = data.decode(json.detect_encoding(data))
         value = json.loads(text)
@@ -65,7 +67,8 @@ def raise_faults(faults: Iterable[tuple[str, str]]) -> None:
 
 
 def _unfit(value: Any, path: tuple[int | str, ...], *, escapes: bool) -> Iterator[tuple[str, str]]:
-    """Yield the faults that make a value unfit for any engine. `escapes`: the text may contain lone surrogates."""
+    """Yield the faults, as path and message, that make a value unfit for any engine. `escapes` is True if the text may
+    contain lone surrogates."""
     kind = type(value)
     if kind is dict or kind is list:
         if len(path) >= MOST_DEPTH:
@@ -191,8 +194,8 @@ TYPED_FIELDS = frozenset().union(*_TYPES.values())
 
 
 def type_faults(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> dict[str, str]:
-    """Return a message for each known field whose type differs from what engines expect, by name. Null counts as
-    absent, and unknown fields are ignored."""
+    """Return an error message, by field name, for each known field whose type differs from the type that engines
+    expect. A null value is treated as absent, and unknown fields are ignored."""
     faults = {}
     for name, value in body.items():
         expected = _TYPES[endpoint].get(name)
@@ -202,7 +205,8 @@ def type_faults(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> dict[s
 
 
 def with_types(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a valid body with its integer fields as int and its flags as bool: engines also accept 16.0 and 1."""
+    """Return a valid body with its integer fields converted to int and its flags to bool, since engines also accept
+    16.0 as an integer and 1 as a flag."""
     read = dict(body)
     for name, value in body.items():
         expected = _TYPES[endpoint].get(name)

@@ -1,6 +1,7 @@
 """The pause barrier over HTTP, for trainers: pause, renew, resume, set policy versions, and cancel requests.
 
-A gateway with a daemon forwards these calls, since there may be other gateways. Without a daemon it handles them alone.
+A gateway with a daemon forwards these calls to the daemon, since there may be other gateways. A gateway without a
+daemon handles the calls itself.
 """
 
 import uuid
@@ -47,7 +48,7 @@ class RenewBody(RequestBody):
 
 
 class ResumeBody(RequestBody):
-    """The body of POST /orchestrrl/resume. Without a lease id, it resumes for any holder."""
+    """The body of POST /orchestrrl/resume. Without a lease id, the request ends the lease of any holder."""
 
     lease_id: str = ""
     policy_version: _Version | None = None
@@ -83,7 +84,7 @@ class PauseEndpoints:
     gateway is the only one."""
 
     def __init__(self, gateway: Gateway, daemon: Daemon | None = None, *, alone: bool = True) -> None:
-        """Create the endpoints. `alone` is False if other processes serve the same port; these endpoints then need a
+        """Create the endpoints. `alone` is False if other processes serve the same port; these endpoints then require a
         daemon."""
         self._gateway = gateway
         self._daemon = daemon
@@ -121,8 +122,8 @@ class PauseEndpoints:
         return handle
 
     def _with_urls(self, answer: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Add each engine's URL to the daemon's answer, for clients that transfer weights. The daemon leaves that to
-        gateways."""
+        """Add each engine's URL to the daemon's answer, for clients that transfer weights. The daemon's own answer has
+        no URLs."""
         for engine in answer.get("engines", ()):
             backend = self._gateway.fleet.get(EngineId(engine["engine_id"]))
             engine["url"] = "" if backend is None else backend.engine.url

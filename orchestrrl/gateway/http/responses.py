@@ -1,6 +1,6 @@
-"""Build OpenAI's responses, stream chunks and error objects, with vLLM's extensions. Pure.
+"""Build OpenAI's responses, stream chunks and error objects, with vLLM's extensions. Has no side effects.
 
-Chunks are assembled as text around the few parts that change, because each token needs one.
+Chunks are assembled as text around the few parts that change, because each token needs a chunk.
 """
 
 import json
@@ -78,7 +78,7 @@ class ResponseForm:
 
 def usage(records: Sequence[RequestRecord], prompts: Sequence[RequestRecord]) -> dict[str, Any]:
     """Return the usage object of all answers. `prompts` are the records whose prompts count, one per distinct prompt.
-    The engines' further counts are added up if no answer has moved."""
+    Additional counts from the engines are summed if no answer has moved."""
     prompt_tokens = sum(record.prompt_tokens for record in prompts)
     completion_tokens = sum(record.generated_tokens for record in records)
     counts = {
@@ -93,7 +93,8 @@ def usage(records: Sequence[RequestRecord], prompts: Sequence[RequestRecord]) ->
 
 
 def _sum(parts: Sequence[Any]) -> Any:
-    """Return the sum of the counts of several answers, or of objects of counts; None if they cannot be added."""
+    """Return the sum of `parts`, which are counts of several answers or objects of such counts; None if they cannot be
+    added."""
     if len(parts) == 1:
         return parts[0]
     if all(isinstance(part, Mapping) for part in parts):
@@ -102,7 +103,7 @@ def _sum(parts: Sequence[Any]) -> Any:
 
 
 def response(form: ResponseForm, records: Sequence[RequestRecord], answers_per_prompt: int) -> dict[str, Any]:
-    """Return the complete response object. Records are in order of their index."""
+    """Return the complete response object. `records` must be sorted by index."""
     body = {
         **form.head("chat.completion"),
         "choices": _choices(form, records),

@@ -129,8 +129,8 @@ class GatewayServer:
         return url_of(*self._operator_at)
 
     async def drain(self, limit_s: float) -> int:
-        """Refuse new requests and wait up to `limit_s` for the running ones. Returns the number of requests that still
-        run."""
+        """Refuse new requests and wait up to `limit_s` seconds for running requests. Returns the number of requests
+        that still run."""
         self._draining = True
         deadline_s = self._gateway.clock.now_s() + limit_s
         # A request still runs, or its response is still being written.
@@ -192,7 +192,7 @@ class GatewayServer:
         return HttpAnswer.of_json(job.failure.error, job.failure.status)
 
     def _job(self, endpoint: CompletionEndpoint, request: HttpRequest) -> RequestGroup:
-        """Parse the body and return the group of its requests. Raises HttpRefusal."""
+        """Parse the body and return the group of its requests. Raises HttpRefusal if the body is invalid."""
         if self._draining:
             raise HttpRefusal("the gateway is shutting down", status=503)
         body = read_json(read_body(request))
@@ -256,7 +256,8 @@ class GatewayServer:
         return HttpAnswer(text, content_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _requests(self, request: HttpRequest, _: HttpConnection) -> HttpAnswer:
-        """Return the requests in flight and the last ended ones. With `?id=R`, return request R with its tokens."""
+        """Return the requests in flight and the requests that ended last. With `?id=R`, return request R with its
+        tokens."""
         wanted = next(iter(parse_qs(_target(request)[1], keep_blank_values=True).get("id", ())), None)
         now_s = self._gateway.clock.now_s()
         if wanted is not None:
@@ -307,8 +308,9 @@ def _asked(request: HttpRequest) -> str:
 
 
 def end_to_end(headers: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Return the headers to forward to the engine, in order: all except those of the connection and of the gateway.
-    Examples are `Authorization`, `X-Session-ID` and `traceparent`."""
+    """Return the headers to forward to the engine, in their original order: all headers except those that concern only
+    the connection or that the gateway sets or reads itself. Examples of forwarded headers are `Authorization`,
+    `X-Session-ID` and `traceparent`."""
     passed_on = [
         (name, value) for name, value in headers if name.lower() not in _OWN and not name.lower().startswith("content-")
     ]

@@ -1,9 +1,9 @@
 """The gateway's ledger on disk: pieces of answers in SQLite, shared by all gateway processes of a machine.
 
-Rows are only appended, and found by their request's key; the oldest are removed first. Writes are not synchronous
-(`synchronous = NORMAL`: SQLite calls fsync at a checkpoint, not for each transaction). A power cut may lose recent
-pieces, which were delivered or are generated again, and the file stays consistent. A killed process loses nothing that
-it has committed.
+Rows are only appended, and are found by their request's key; the oldest rows are removed first. Writes are not
+synchronous (`synchronous = NORMAL`: SQLite calls fsync at a checkpoint, not for each transaction). A power cut may lose
+recent pieces, which were delivered or are generated again, and the file stays consistent. A killed process loses
+nothing that it has committed.
 
 Claims show which process serves a request. A claim is a lock on one byte of a file. Taking and releasing it needs one
 system call each and no disk access, and the lock ends with its process. (Open file description locks, fcntl(2): they
@@ -72,7 +72,8 @@ class AnswerFile:
     fails."""
 
     def __init__(self, path: Path, busy_within_s: float = BUSY_WITHIN_S) -> None:
-        """Open or create the file. Raises sqlite3.Error, and Permanent if the file is not a ledger of this format."""
+        """Open or create the file. Raises sqlite3.Error if the file cannot be opened, and Permanent if it is not a
+        ledger of this format."""
         self._db = sqlite3.connect(
             path, timeout=busy_within_s, isolation_level=None, check_same_thread=False, cached_statements=128
         )
@@ -115,7 +116,7 @@ class AnswerFile:
         return self._lookup.execute("SELECT 1 FROM pieces WHERE key = ? LIMIT 1", (key,)).fetchall() != []
 
     def read(self, key: int, name: str) -> tuple[NamedRequest | None, list[AnswerPiece]]:
-        """Return the request of this name, or None if there is none, and the pieces of its answers."""
+        """Return the stored request with this name, or None if there is none, and the pieces of its answers."""
         query = f"SELECT name, digest, created_s, {_COLUMNS} FROM pieces WHERE key = ? ORDER BY row"
         rows = self._db.execute(query, (key,)).fetchall()
         asked = next((NamedRequest(*row[:3]) for row in reversed(rows) if row[0] == name), None)
@@ -128,9 +129,12 @@ class AnswerFile:
         return int(used_bytes)
 
     def prune(self, before_s: float, most_bytes: int, take: Callable[[int], bool], free: Callable[[int], None]) -> int:
-        """Remove requests without a piece since `before_s`, and the oldest ones if the file exceeds `most_bytes`.
-        `take` claims a request and returns False if it is being served, which keeps it; `free` releases the claim.
-        Returns the number of removed requests."""
+        """Remove requests without a piece since `before_s`, and the oldest requests if the file exceeds `most_bytes`.
+        Returns the number of removed requests.
+
+        `take` claims a request and returns False if the request is being served; such requests are kept. `free`
+        releases the claim.
+        """
         removed = 0
         row = 0
         too_large = self.used_bytes > most_bytes
@@ -184,7 +188,7 @@ class RequestClaims:
     """Claims on requests by their keys, which are integers below 2**63. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the lock files in `folder`, and create them if necessary. Raises OSError."""
+        """Open the lock files in `folder`, and create them if necessary. Raises OSError if a file cannot be opened."""
         folder.mkdir(mode=0o700, exist_ok=True)
         self._files: list[int] = []
         try:
@@ -197,8 +201,8 @@ class RequestClaims:
         self._guard = threading.Lock()
 
     def take(self, key: int) -> bool:
-        """Claim the key. Returns False if it is already claimed, here or by another process. Raises OSError if the file
-        system has no locks."""
+        """Claim the key and return True. Returns False if the key is already claimed, by this process or another one.
+        Raises OSError if the file system does not support locks."""
         with self._guard:
             if key in self._held:
                 return False

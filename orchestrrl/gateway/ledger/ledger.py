@@ -1,4 +1,4 @@
-"""The record of every request: its body, every token generated so far, its engine and its history. Pure.
+"""The record of every request: its body, every token generated so far, its engine and its history. Has no side effects.
 
 The record is the authoritative state of a request; engines and client connections may change. All output to the client
 is read from the record, so a request that changes engines shows no gap, no repetition and no reordering.
@@ -30,7 +30,7 @@ _reported_values = attrgetter(*_REPORTED)
 
 
 class VersionSpan(NamedTuple):
-    """The tokens in [start, end) and the policy version that generated them; None if the version is unknown."""
+    """The tokens in [start, end) and the policy version that generated them. `version` is None if it is unknown."""
 
     version: int | None
     start: int
@@ -38,7 +38,7 @@ class VersionSpan(NamedTuple):
 
 
 class OnStale(StrEnum):
-    """The action for an answer that exceeds its version lag."""
+    """The action for an answer that exceeds its maximum version lag."""
 
     ABORT = "abort"  # end it with the tokens it has
     RESTART = "restart"  # start it over, unless the client has received a part of it
@@ -79,7 +79,8 @@ class PolicyVersions:
         )
 
     def lag(self, newest: int | None) -> int:
-        """Return how many versions the oldest token is behind `newest`; 0 if either is unknown or `newest` is lower."""
+        """Return by how many versions the oldest token is behind `newest`; 0 if either version is unknown or `newest`
+        is lower."""
         return 0 if self.oldest is None or newest is None else max(0, newest - self.oldest)
 
 
@@ -99,7 +100,7 @@ class AnswerDelta:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """The error response of a request without an answer: an HTTP status and an OpenAI error object."""
+    """The error response of a request that has no answer: an HTTP status and an OpenAI error object."""
 
     status: int
     error: Mapping[str, Any]
@@ -186,8 +187,9 @@ class RequestRecord:
 
     @property
     def fixed_because(self) -> str:
-        """Return why the request may not leave its engine now; empty if it may. A request without a token can start
-        over on another engine, unless its answer is relayed, since its progress is then unknown."""
+        """Return why the request may not leave its engine now; empty if it may leave. A request without a token can
+        start over on another engine, unless its answer is relayed, since the progress of a relayed answer is unknown.
+        """
         if self.engine is not None and self.pinned_because:
             return self.pinned_because
         return self.immovable_because if self.generated_ids or (self.relayed and self.engine is not None) else ""
@@ -309,7 +311,8 @@ class RequestRecord:
 
 
 def _merge(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
-    """Add the fields of a part of an answer: lists are concatenated, any other value replaces the one before."""
+    """Merge the fields of a part of an answer into `whole`: lists are concatenated, any other value replaces the
+    previous value."""
     for name, value in part.items():
         before = whole.get(name)
         whole[name] = [*before, *value] if isinstance(before, list) and isinstance(value, list) else value
@@ -328,8 +331,9 @@ class _Group:
 class InFlightGroups:
     """The groups of the requests in flight. A group is several samples of one prompt, of which only some may be needed.
 
-    A trainer that needs k samples may request a few more and use those that end first. Once k answers of a group are
-    complete, the others are redundant. A group is forgotten with its last request in flight, so its name can be reused.
+    A trainer that needs k samples may request a few more and use the samples that end first. Once k answers of a group
+    are complete, the group's other requests are redundant. A group is forgotten when its last request in flight ends,
+    so its name can be reused.
     """
 
     def __init__(self) -> None:
@@ -350,7 +354,7 @@ class InFlightGroups:
         return () if found is None else tuple(found.in_flight)
 
     def ended(self, record: RequestRecord) -> tuple[RequestRecord, ...]:
-        """Register the end of the record. Returns the records of its group that are now redundant."""
+        """Register the end of the record, and return the records of its group that are now redundant."""
         group = self._groups.get(record.group)
         if group is None:
             return ()
@@ -371,7 +375,8 @@ class InFlightGroups:
 
 
 class DuplicateRequest(HttpRefusal):
-    """The request id is already in flight, or is stored with another body. HTTP status 409."""
+    """Raised if the request id is already in flight, or is stored with another body. Clients receive HTTP status
+    409."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, status=409)

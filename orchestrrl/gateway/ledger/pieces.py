@@ -1,8 +1,8 @@
-"""Split answers into pieces for the disk, and reassemble them from the pieces that were written. Pure.
+"""Split answers into pieces to be stored on disk, and reassemble answers from stored pieces. Has no side effects.
 
-A piece holds the growth of a record since the previous piece. Pieces are numbered. Piece 0 replaces all earlier ones,
-and after a gap, pieces are ignored until the next piece 0. If pieces are lost, the reassembled answer is therefore a
-prefix of the real one and never contains tokens of another attempt.
+A piece holds the growth of a record since the previous piece. Pieces are numbered. Piece 0 replaces all earlier pieces,
+and after a gap in the numbers, pieces are ignored until the next piece 0. If pieces are lost, the reassembled answer is
+therefore a prefix of the real one and never contains tokens of another attempt.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ def key_of(name: str) -> int:
 
 def digest_of(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> bytes:
     """Return a digest of the endpoint and the body. Fields that only shape the response, and the order of fields, do
-    not count."""
+    not affect the digest."""
     rest = {name: value for name, value in body.items() if name not in _FORM}
     digest = hashlib.blake2b(endpoint.encode(), digest_size=16)
     # Prompts are long, and JSON encoding of numbers is slow.
@@ -171,7 +171,7 @@ class RecordCutter:
 
 @dataclass(slots=True)
 class KeptAnswer:
-    """The stored part of an answer: its pieces up to the first missing one."""
+    """The stored part of an answer: its pieces up to the first missing piece."""
 
     attempt: int = 0
     pieces: list[AnswerPiece] = field(default_factory=list)
@@ -182,7 +182,7 @@ class KeptAnswer:
 
 
 def put_together(pieces: Iterable[AnswerPiece]) -> dict[int, KeptAnswer]:
-    """Return the stored answers by index, from pieces in the order in which they were written."""
+    """Return the stored answers by index. `pieces` must be in the order in which they were written."""
     kept: dict[int, KeptAnswer] = {}
     for piece in pieces:
         answer = kept.get(piece.answer)
@@ -195,8 +195,8 @@ def put_together(pieces: Iterable[AnswerPiece]) -> dict[int, KeptAnswer]:
 
 
 def give_back(record: RequestRecord, kept: KeptAnswer, now_s: float) -> bool:
-    """Restore a stored answer into the record of a repeated request. Returns False if it cannot be continued and must
-    start over."""
+    """Restore a stored answer into the record of a repeated request. Returns False if the answer cannot be continued
+    and must start over."""
     record.attempt = kept.attempt
     if not kept.pieces:
         return False

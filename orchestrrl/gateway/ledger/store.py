@@ -1,7 +1,7 @@
 """Store the answers of requests that have a client's id, so that a client that reconnects finds its answer.
 
 A client that lost its connection, or its gateway, repeats the request with the same id and body. A complete answer is
-returned again; an incomplete one continues from its tokens. Nothing is generated for clients that do not return.
+returned again; an incomplete answer continues from its tokens. Nothing is generated for clients that do not return.
 Requests without an id are not stored, because no client could return for them.
 
 Requests do not wait for the disk. Their growth is collected every `PROGRESS_S` and at their end, and a thread writes it
@@ -51,8 +51,8 @@ _FAILURES = (sqlite3.Error, OSError, UnicodeError, OverflowError, Permanent)
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """The path of the ledger and the limits of what it stores. Requests shorter than `from_s` are not stored, since
-    they are quickly generated again. The unwritten work that a killed gateway loses is of about the same length."""
+    """The path of the ledger and the limits of what it stores. Requests that take less than `from_s` seconds are not
+    stored, since they are quickly generated again. A killed gateway loses about the same duration of unwritten work."""
 
     path: Path
     from_s: float = BATCH_S
@@ -160,8 +160,8 @@ class LedgerStore:
 
     async def enter(self, request: CompletionRequest, body: Mapping[str, Any]) -> LedgerEntry | None:
         """Claim a request and restore the stored part of its answers into its records. Returns None if the ledger
-        cannot be used. The entry holds the creation time of the answer. Raises DuplicateRequest if the id is in use, or
-        is stored with another body or credential."""
+        cannot be used. The returned entry holds the creation time of the answer. Raises DuplicateRequest if the id is
+        in use, or is stored with another body or credential."""
         claims = self._claims
         if claims is None:
             return None
@@ -194,8 +194,8 @@ class LedgerStore:
         return entry
 
     def leave(self, entry: LedgerEntry) -> None:
-        """Queue the rest of the entry and release its claim. Call when its records have ended, or when its client has
-        left and before the records are marked as ended for that reason."""
+        """Queue the unwritten growth of the entry's answers and release its claim. Must be called when its records have
+        ended, or, if its client has left, before the records are marked as ended for that reason."""
         del self._entries[entry.key]
         if entry.named_request is None and self._clock.now_s() - entry.opened_s < self.keep.from_s:
             if self._claims is not None:
@@ -246,8 +246,8 @@ class LedgerStore:
     # --- growth of the answers ---------------------------------------------------------------------------------------
 
     def _collect_progress(self, after: Sequence[LedgerEntry] = ()) -> None:
-        """Queue the growth of requests older than `PROGRESS_S`, or of the entries in `after`. Younger requests may end
-        before a write is worthwhile."""
+        """Queue the growth of the answers of requests older than `PROGRESS_S`, or of the entries in `after`. Younger
+        requests may end before a write is worthwhile."""
         before_s = self._clock.now_s() - PROGRESS_S
         entries = after or [entry for entry in self._entries.values() if entry.opened_s <= before_s]
         for entry in entries[:ENTRIES_AT_ONCE]:
@@ -333,7 +333,7 @@ class LedgerStore:
             self._claims = RequestClaims(self.keep.path.with_name(self.keep.path.name + ".claims"))
 
     def _write(self, file: AnswerFile, orders: Sequence[_Order]) -> bool:
-        """Write the pieces of the orders. Returns whether there were any."""
+        """Write the pieces of the orders, and return whether there were any pieces."""
         rows = [
             AnswerRow(order.entry.key, order.written_s, order.entry.named_request if piece.number == 0 else None, piece)
             for order in orders

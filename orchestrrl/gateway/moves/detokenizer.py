@@ -34,9 +34,9 @@ Decode = Callable[[Sequence[int]], Awaitable[str]]
 
 
 async def detokenize(fleet: EngineBackends, first: EngineBackend, token_ids: Sequence[int]) -> str:
-    """Return the text of the tokens, decoded by engine `first` or, if that fails, by other engines of its model. These
-    are tried in the order of the routes after `first`; engines that failed recently are tried last. Raises Permanent if
-    no engine answers."""
+    """Return the text of the tokens, decoded by engine `first` or, if that fails, by other engines of its model. Other
+    engines are tried in the order of the routes after `first`; engines that failed recently are tried last. Raises
+    Permanent if no engine answers."""
     slots = [backend for backend in fleet if backend is first or _may_stand_in(backend, first)]
     at = next((index for index, backend in enumerate(slots) if backend is first), None)
     ordered = [first, *slots] if at is None else slots[at:] + slots[:at]
@@ -66,11 +66,12 @@ def _may_stand_in(backend: EngineBackend, first: EngineBackend) -> bool:
 
 
 class TextAfterCut:
-    """The text of the tokens after a cut inside a character. An engine decodes the tokens, or else the continuing
-    engine's own text is used, less the text already sent. `open` is True until the chunks' own text is correct."""
+    """The text of the tokens after a cut inside a character. If an engine can decode tokens, it decodes them; otherwise
+    the continuing engine's own text is used, without the text that was already sent. `open` is True until the chunks'
+    own text is correct."""
 
     def __init__(self, record: RequestRecord, decode: Decode, tokens: list[int], text: str | None) -> None:
-        """Start after a cut. `text` is the text of the `tokens` before it; None if no engine decodes them."""
+        """Start after a cut. `text` is the text of the `tokens` before the cut; None if no engine decodes them."""
         self._record = record
         self._decode = None if text is None else decode
         self._tokens = tokens
@@ -119,7 +120,7 @@ async def text_after_cut(record: RequestRecord, backend: EngineBackend, fleet: E
 
 
 def unsent(chunk: Chunk, record: RequestRecord) -> str:
-    """Return the part of the first text after a cut that the record's text lacks. Pure.
+    """Return the part of the first text after a cut that the record's text lacks. Has no side effects.
 
     vLLM's decoder, started inside a character, returns its whole context as new text: prompt, answer so far, new text.
     """

@@ -1,4 +1,5 @@
-"""Decide whether a request may continue on another engine without changing its answer, and build its new body. Pure.
+"""Decide whether a request may continue on another engine without a change of its answer, and build its new body. Has
+no side effects.
 
 A continued request is a completion whose prompt is the original prompt plus every token generated so far. The answer
 stays the same if the next token depends only on the whole context, and not on the position where the answer began.
@@ -86,7 +87,7 @@ _PROMPT_SHAPING = name_set("prompt suffix truncate_prompt_tokens truncation_side
 
 
 def immovable_because(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> str:
-    """Return why a running request may not continue on another engine; empty if it may."""
+    """Return why a running request may not continue on another engine; empty if it may continue."""
     if relayed := relayed_because(endpoint, body):
         return relayed
     for name in sorted(body.keys() & _LOOKED_AT):
@@ -134,8 +135,8 @@ def _has_media(messages: object) -> bool:
 
 
 def max_answer_tokens(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> int | None:
-    """Return the most tokens that the answer may have. None if only the engine's context limits it, or if the field's
-    value is invalid, which the engine then reports."""
+    """Return the maximum number of tokens of the answer; None if only the engine's context limits the answer, or if the
+    field's value is invalid, which the engine then reports."""
     asked = body.get("max_tokens")
     if endpoint is CompletionEndpoint.CHAT and body.get("max_completion_tokens") is not None:
         asked = body["max_completion_tokens"]

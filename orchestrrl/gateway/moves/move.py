@@ -45,7 +45,7 @@ def wait_s(order: RequestMove) -> float:
 
 
 class KvLoadCount:
-    """Counts the tokens that an engine loads for one request: the growth of the engine's total, less the tokens counted
+    """Counts the tokens that an engine loads for one request: the growth of the engine's total minus the tokens counted
     for concurrent loads. The count may be wrong if a concurrent load fails or other gateways load on the engine."""
 
     def __init__(self, backend: EngineBackend) -> None:
@@ -56,8 +56,8 @@ class KvLoadCount:
         backend.loads_open += 1
 
     async def tokens(self, most: int) -> int | None:
-        """Return the loaded tokens, at most `most`; None if the engine does not report its total. Call once, when the
-        request has continued."""
+        """Return the number of loaded tokens, at most `most`; None if the engine does not report its total. Must be
+        called only once, after the request has continued."""
         backend = self._backend
         try:
             async with asyncio.timeout(COUNTED_WITHIN_S):
@@ -74,7 +74,7 @@ class KvLoadCount:
             backend.loads_open -= 1
 
     def forget(self) -> None:
-        """Discard the count. Call instead of `tokens`."""
+        """Discard the count. Must be called if `tokens` is not called."""
         self._backend.loads_open -= 1
 
 
@@ -86,12 +86,12 @@ async def _loaded_total(backend: EngineBackend) -> int | None:
 
 
 class MoveRefused(Exception):
-    """The move was not started, and the request is unchanged."""
+    """Raised if a move was not started. The request is unchanged."""
 
 
 @dataclass(eq=False)
 class MoveInProgress:
-    """A move between its order and its outcome. `result` is set once."""
+    """A move that has been ordered and whose outcome is not known yet. `result` is set once, with the outcome."""
 
     order: RequestMove
     source: EngineBackend
@@ -115,7 +115,7 @@ class MoveInProgress:
         self._count = None if self.load is None else KvLoadCount(self.target)
 
     def taken(self) -> None:
-        """Report the move as done before the target's first token, when the caller's patience ends."""
+        """Report the move as done before the target's first token, because the caller's time limit has passed."""
         self._forget_count()
         self.result.set_result(self._outcome(0.0, None if self.load is not None else 0))
 

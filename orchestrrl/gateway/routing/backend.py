@@ -1,4 +1,5 @@
-"""One engine as seen by a gateway: its route, the requests on it, and whether it may accept more. Pure."""
+"""One engine as seen by a gateway: its route, the requests on it, and whether it may accept more requests. Has no side
+effects."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -78,7 +79,7 @@ class EngineBackend(EngineLoad):
         self.policy_version, self.mixed = policy_version, False
 
     def forget_offers(self) -> None:
-        """Forget everything read from the server, which may have been replaced."""
+        """Discard everything that was read from the server, which may have been replaced."""
         if self.learning is not None:
             self.learning.cancel()
         self.capabilities = self.learning = None
@@ -113,8 +114,8 @@ class EngineBackend(EngineLoad):
         self.waited_most_before, self.waited_most = self.waited_most, self.waiting
 
     def has_room(self, queue_depth: int, context_tokens: int) -> bool:
-        """Return whether the engine may accept one more request. Up to `queue_depth` requests may wait on it; more are
-        accepted if it is known to have seats and KV for all waiting requests."""
+        """Return whether the engine may accept one more request. Up to `queue_depth` requests may wait on the engine;
+        more requests are accepted if the engine is known to have seats and KV for all waiting requests."""
         # One request may always wait, so that other clients cannot lock this gateway out.
         return self.waiting < max(1, queue_depth - self.waiting_of_others) or (
             self.running + self.waiting < self.max_sequences

@@ -35,7 +35,7 @@ LEARN_S = 2.0  # the longest that a request waits for its engine's capabilities
 
 
 class NoBackend(Exception):
-    """No engine that may run the request was available within its patience."""
+    """Raised if no engine that may run the request was available within the request's patience (`patience_s`)."""
 
 
 class EngineBackends:
@@ -75,7 +75,7 @@ class EngineBackends:
         return iter(self._backends.values())
 
     def with_retired(self) -> list[EngineBackend]:
-        """Return the backends in the table and the retired ones, whose ids now name other servers."""
+        """Return the backends in the table and the retired backends, whose ids now name other servers."""
         return [*self._backends.values(), *self._retired]
 
     def contains(self, backend: EngineBackend) -> bool:
@@ -180,7 +180,8 @@ class EngineBackends:
                 self.own[first] = replace(own, known_as=None if first == engine else engine)
 
     def _expect(self, expected: frozenset[EngineId], until_s: float) -> frozenset[EngineId]:
-        """Replace the expected engines. Returns those no longer expected: they have started, or never will."""
+        """Replace the expected engines, and return the engines that are no longer expected because they have started or
+        will not start."""
         before = self._expected, self._expected_until_s
         self._expected, self._expected_until_s = expected, until_s
         if before != (expected, until_s):
@@ -232,11 +233,11 @@ class EngineBackends:
         patience_s: float = float("inf"),
     ) -> EngineBackend:
         """Wait for an engine with room and reserve a place on it. The caller must call `EngineBackend.enter` or
-        `give_back`. Engines in `without` are excluded; those in `avoiding` are used only if there is no other. A
-        request with `again` precedes new ones.
+        `give_back`. Engines in `without` are excluded; engines in `avoiding` are used only if no other engine is
+        available. A request with `again` precedes new requests.
 
-        Raises NoBackend after `patience_s` without an eligible engine. Time in the queue of an eligible engine does not
-        count, nor time while the pause barrier is closed or an eligible engine is expected.
+        Raises NoBackend after `patience_s` without an eligible engine. Time does not count while an eligible engine is
+        usable or expected, or while the pause barrier is closed.
         """
         if self._barrier_open and not self.queue and not avoiding:  # the common case, without the cost of waiting
             found = self.choose(self._newcomer(record), without)
@@ -278,7 +279,7 @@ class EngineBackends:
                 self.in_background(self._expire_those_alone())
 
     def give_back(self, backend: EngineBackend, record: RequestRecord) -> None:
-        """Release a reserved place. Does nothing if none is reserved."""
+        """Release the record's reserved place. Does nothing if no place is reserved."""
         if backend.unreserve(record):
             self.forget_if_empty(backend)
             self.dispatch()
@@ -389,14 +390,16 @@ class EngineBackends:
             self.dispatch()
 
     async def capabilities(self, backend: EngineBackend) -> EngineCapabilities:
-        """Return the engine's capabilities, which are read once. Raises the engine's errors."""
+        """Return the engine's capabilities, which are read once. Raises the errors of the engine's client if they
+        cannot be read."""
         if backend.capabilities is None:
             backend.capabilities = await backend.engine.capabilities()
             self._note_contexts()
         return backend.capabilities
 
     async def learn(self, backend: EngineBackend) -> None:
-        """Read the engine's capabilities if they are unknown, for up to `LEARN_S`. Never raises the engine's errors."""
+        """Read the engine's capabilities if they are unknown, for up to `LEARN_S`. Does not raise an error if they
+        cannot be read."""
         if backend.capabilities is not None or backend.unlearnable:
             return
         if backend.learning is None or backend.learning.done():
@@ -416,8 +419,8 @@ class EngineBackends:
         self._contexts = {backend.context_limit_tokens for backend in self._backends.values() if backend.routed}
 
     def too_short_for(self, tokens: int) -> frozenset[EngineId]:
-        """Return the engines whose context is too short for `tokens` while another engine's context is longer. An
-        answer would end early on them, as if max_tokens had been smaller."""
+        """Return the engines whose context is too short for `tokens` while another engine's context is longer. On these
+        engines an answer would end early, as if max_tokens had been smaller."""
         if len(self._contexts) < 2:
             return frozenset()
         wanted = min(tokens, max(self._contexts))
@@ -431,7 +434,8 @@ class EngineBackends:
         return task
 
     async def abort(self, backend: EngineBackend, attempt_id: str) -> None:
-        """Abort an attempt on its engine. Best effort: its connection is already closed, which also stops it."""
+        """Abort an attempt on its engine. Errors are only logged: the attempt's connection is already closed, which
+        also stops it."""
         try:
             await backend.engine.abort([attempt_id])
         except OrchestrRLError as error:
@@ -440,7 +444,7 @@ class EngineBackends:
             await self._close_if_gone(backend)
 
     async def detokenize(self, backend: EngineBackend, token_ids: Sequence[int]) -> str:
-        """Return the text of the tokens. Raises the engine's errors."""
+        """Return the text of the tokens. Raises the errors of the engine's client if the engine cannot decode them."""
         try:
             return await backend.engine.detokenize(token_ids)
         finally:
@@ -473,7 +477,8 @@ class EngineBackends:
             await self._close_if_gone(backend)
 
     def forget_if_empty(self, backend: EngineBackend) -> None:
-        """Forget an engine that left the routes, once it has no requests of this gateway and is not paused by it."""
+        """Remove an engine that left the routes, once it has no requests of this gateway and is not paused by this
+        gateway."""
         if backend.routed or backend.in_use or not self.contains(backend):
             return
         if self._backends.get(backend.id) is backend:
@@ -483,7 +488,7 @@ class EngineBackends:
         self.in_background(backend.engine.close())
 
     async def _close_if_gone(self, backend: EngineBackend) -> None:
-        """Close the engine's client if the engine was forgotten during a call, which may have opened a connection."""
+        """Close the engine's client if the engine was removed during a call, which may have opened a connection."""
         if not self.contains(backend):
             await backend.engine.close()
 
@@ -496,8 +501,8 @@ class EngineBackends:
 
 
 def _leads_to(url: str, backend: EngineBackend) -> bool:
-    """Return whether the URL leads to the engine's server. A different URL of the same address counts too, unless the
-    engine is suspected dead."""
+    """Return whether the URL refers to the engine's server. A different URL with the same address is also accepted,
+    unless the engine is suspected dead."""
     if url.rstrip("/") == backend.engine.url.rstrip("/"):
         return True
     return same_address(url, backend.engine.url) and not backend.suspect_because

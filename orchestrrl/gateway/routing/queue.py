@@ -1,7 +1,7 @@
-"""The queue of requests that wait in the gateway for an engine with room. Pure.
+"""The queue of requests that wait in the gateway for an engine with room. Has no side effects.
 
-Requests that have been on an engine before (cut, moved, or their engine failed) precede new ones. Each of the two lines
-is first come, first served. A request that may not go to any of the engines with room is skipped.
+Requests that have been on an engine before (cut, moved, or their engine failed) precede new requests. Both kinds of
+requests are served in the order of arrival. A request that may not go to any of the engines with room is skipped.
 """
 
 from collections import OrderedDict
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False, slots=True)
 class QueuedRequest:
-    """One request in the queue. `placed` is called once, with its engine or with a NoBackend error."""
+    """One request in the queue. `placed` is called once, with the request's engine or with a NoBackend error."""
 
     record: RequestRecord
     placed: Callable[[Any], None]
@@ -33,7 +33,8 @@ class QueuedRequest:
 
 
 class RequestQueue:
-    """The waiting requests, in two first-come, first-served lines. `next` offers places in order."""
+    """The waiting requests, in two first-come, first-served lines. `next` offers places to the requests in the order of
+    the queue."""
 
     def __init__(self) -> None:
         self._again: OrderedDict[QueuedRequest, None] = OrderedDict()
@@ -60,7 +61,8 @@ class RequestQueue:
 
     def next(self, place_for: Callable[[QueuedRequest], T | None]) -> tuple[QueuedRequest, T] | None:
         """Remove and return the first request for which `place_for` returns a place, with that place; None if there is
-        none. The search ends at the first unrestricted request without a place: none behind it would find one."""
+        none. The search ends at the first unrestricted request without a place, since no later request would get a
+        place."""
         for waiter in self:
             place = place_for(waiter)
             if place is not None:

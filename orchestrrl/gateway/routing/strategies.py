@@ -1,8 +1,9 @@
-"""Choose the engine for a request with a named strategy, among the engines that the request's tag prefers. Pure.
+"""Choose the engine for a request with a named strategy, among the engines that the request's tag prefers. Has no side
+effects.
 
 A strategy is a function of a snapshot. The load index is equation 5 of the OrchestrRL paper: `(running + waiting) /
 concurrency cap / decode rate`. The gateway evaluates it with its own counts, including the new request. The decode rate
-is derived from the daemon's load index; engines without a known rate count as typical.
+is derived from the daemon's load index; engines without a known rate are assumed to have the median rate.
 """
 
 from array import array
@@ -96,8 +97,8 @@ def scale(loads: Sequence[EngineLoad], context_tokens: int) -> tuple[float, floa
 
 
 def ranks(loads: Sequence[EngineLoad], context_tokens: int) -> list[tuple[bool, float, int]]:
-    """Return for each load: whether KV lacks room for the new request, the load index with the new request, and the
-    number of requests."""
+    """Return a tuple for each load: whether the KV cache lacks room for the new request, the load index with the new
+    request, and the number of requests."""
     mean_tokens, typical_s = scale(loads, context_tokens)
     found = []
     for load in loads:
@@ -159,8 +160,8 @@ def least_tokens(snapshot: RoutingSnapshot[L]) -> L:
 
 
 def round_robin(snapshot: RoutingSnapshot[L]) -> L:
-    """Return the engine with the next id after the one chosen last. Most frameworks route this way; it serves for
-    comparison."""
+    """Return the engine with the next id after the engine chosen last. Most frameworks route this way; the strategy is
+    provided for comparison."""
     later = [load for load in snapshot.loads if snapshot.last is not None and load.id > snapshot.last]
     return min(later or snapshot.loads, key=lambda load: load.id)
 
@@ -171,8 +172,8 @@ def prefix_affinity(snapshot: RoutingSnapshot[L]) -> L:
 
     Engines are ranked for each prefix by rendezvous hashing (Thaler and Ravishankar, 1998). The ranking depends only on
     the ids, so it is the same in every gateway and after a restart. When an engine leaves, only its own prefixes move.
-    Engines loaded too far beyond the least loaded one are skipped, as in consistent hashing with bounded loads
-    (Mirrokni, Thorup and Zadimoghaddam, 2016).
+    Engines that are loaded too far beyond the least loaded engine are skipped, as in consistent hashing with bounded
+    loads (Mirrokni, Thorup and Zadimoghaddam, 2016).
     """
     prefix = snapshot.newcomer.prefix
     if not prefix:
@@ -181,8 +182,8 @@ def prefix_affinity(snapshot: RoutingSnapshot[L]) -> L:
 
 
 def prefix_of(group: str, body: Mapping[str, Any]) -> int:
-    """Return a 64-bit hash that is equal for requests that begin alike: of the group if there is one, else of the
-    prompt's first tokens or characters. 0 if there is neither."""
+    """Return a 64-bit hash that is equal for requests with the same prefix: a hash of the group if there is one, else
+    of the prompt's first tokens or characters. Returns 0 if there is neither a group nor a prompt."""
     if group:
         return _digest(b"group", group.encode())
     prompt = body.get("prompt")
@@ -205,8 +206,8 @@ def prefix_of(group: str, body: Mapping[str, Any]) -> int:
 
 
 def score(prefix: int, engine: str) -> int:
-    """Return the prefix's preference for an engine: the finaliser of splitmix64 over both. It is a permutation, so
-    engines whose digests differ never tie."""
+    """Return the prefix's preference for an engine: the finaliser of splitmix64 applied to both. The finaliser is a
+    permutation, so engines whose digests differ never tie."""
     mixed = prefix ^ _engine_digest(engine)
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & _MASK
@@ -223,9 +224,9 @@ def _digest(kind: bytes, data: bytes) -> int:
 
 
 def narrow(snapshot: RoutingSnapshot[L], pool: str) -> Sequence[L]:
-    """Return the pool's engines that are not loaded too far beyond the least loaded engine of all. If there are none,
-    return all engines, since waiting for the preferred hardware costs more. A tag can thus prefer a pool, such as
-    decode-heavy tasks one with high memory bandwidth (RollArt)."""
+    """Return the pool's engines that are not loaded too far beyond the least loaded engine of all. If there are no such
+    engines, return all engines, since waiting for the preferred hardware costs more. A tag can thus prefer a pool, e.g.
+    a pool with high memory bandwidth for decode-heavy tasks (RollArt)."""
     inside = sum(load.pool == pool for load in snapshot.loads)
     if not inside or inside == len(snapshot.loads):
         return snapshot.loads
@@ -267,7 +268,7 @@ class RoutingPolicy:
         return self.policy == "prefix_affinity"
 
     def choose(self, loads: Sequence[L], newcomer: RoutedRequest, last: EngineId | None = None) -> L | None:
-        """Return one of the loads, or None if there are none. `last` is the engine chosen last."""
+        """Return the load of the chosen engine, or None if `loads` is empty. `last` is the engine chosen last."""
         if not loads:
             return None
         if len(loads) == 1:

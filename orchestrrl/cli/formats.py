@@ -80,7 +80,7 @@ def chart(bin_tokens: int, counts: Sequence[float], rows: int = 16, width: int =
     """Return a histogram of tokens as lines of text. Adjacent bins are merged until at most `rows` lines remain.
 
     The histogram ends with the last bin of at least `LEAST_SHOWN` requests, since the tail of a forecast beyond that
-    bin amounts to less than one request.
+    bin is negligible.
     """
     last = max((index for index, number in enumerate(counts) if number >= LEAST_SHOWN), default=-1)
     used = counts[: last + 1]

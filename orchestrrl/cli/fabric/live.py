@@ -126,8 +126,9 @@ async def override(
 ) -> Output:
     """Keep the circuits of one period, regardless of the other periods of its job, until released or expired.
 
-    A period of generation overrides the periods of generation; any other overrides those of train and weight_sync.
-    Circuits change as for that period: in a window, or at a boundary. Periods of other jobs continue.
+    A period of generation overrides only the periods of generation; any other period overrides the periods of train and
+    weight_sync. Circuits change as announced for that period: in a window, or at a boundary. Periods of other jobs
+    continue.
 
     Example: `orchestrrl fabric override gradients --reason "comparing" --ttl-s 600`
     """
@@ -285,7 +286,7 @@ def _commit(period: dict[str, Any]) -> str | None:
 
 
 def _moves(period: dict[str, Any]) -> str:
-    """Return the number of mirror moves as text; if not all of them were made, in the form `made of planned`."""
+    """Return the number of moves as text; if not all planned moves were made, in the form `made of planned`."""
     made = sum(each["moves"] for each in period["commits"] if each["done"])
     return str(made) if made == period["moves"] else f"{made} of {period['moves']}"
 

@@ -226,7 +226,8 @@ def fabric_transition(file: ProblemFile) -> Output:
     Reads one JSON problem: the endpoint at each port of the `switches`, the `current` and the `target` cross-connects,
     `max_moves_per_stage` and `min_fraction`. A stage's removals are made before its additions; the remaining circuits
     at each point are printed. If no order satisfies the limits, the result lists the pairs and endpoints that violate
-    them. It minimizes first `dark_pairs`, then `thin_endpoints`, then stages. Changes nothing.
+    them. The result minimizes first the number of `dark_pairs`, then of `thin_endpoints`, then of stages. Changes
+    nothing.
 
     Example:
 

@@ -51,7 +51,7 @@ async def add(
 
     The engine remains added when the daemon restarts or reloads its configuration. Start its agent afterwards, with the
     same id: without an agent, it receives requests but is not balanced. To restore a removed engine of the daemon's
-    configuration, give its id alone.
+    configuration, give only its id.
 
     Example: `orchestrrl engines add e2 --url http://127.0.0.1:8003 --configuration tp2 --gpus 4,5`
     """
@@ -79,7 +79,7 @@ async def drain(
 ) -> Output:
     """Drain an engine: it receives no new requests. Its requests finish there or, with --move, on other engines.
 
-    The engine remains drained when the daemon restarts, until --undo. Requests that cannot move finish on it.
+    The engine remains drained when the daemon restarts, until --undo. Requests that cannot move finish on the engine.
 
     Example: `orchestrrl engines drain e1 --move --wait`
     """

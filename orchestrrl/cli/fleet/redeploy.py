@@ -50,9 +50,9 @@ async def redeploy(
 ) -> Output:
     """Redeploy the fleet to other engines in reversible steps. Without a target, show the last redeployment.
 
-    Engines in both fleets continue to serve. Requests of engines that stop are moved or wait in their gateway. If a
-    step fails, the previous engines are restored. Exit status 0: done; 1: rolled back, or engines are missing. Ctrl-C
-    leaves the redeployment running.
+    Engines that are in both the old and the new fleet continue to serve. Requests of engines that stop are moved or
+    wait in their gateway. If a step fails, the previous engines are restored. Exit status 0: done; 1: rolled back, or
+    engines are missing. Ctrl-C leaves the redeployment running.
 
     Example: `orchestrrl redeploy --to tp2 --dry-run`
 

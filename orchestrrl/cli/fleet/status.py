@@ -277,7 +277,7 @@ def period_text(period: dict[str, Any]) -> str:
 
 
 def name_of_period(report: dict[str, Any]) -> str:
-    """Return `gradients`, or `gradients of trainer` if the job has a name."""
+    """Return the name of a period, such as `gradients`, or `gradients of trainer` if its job has a name."""
     return f"{report['period']} of {job}" if (job := report.get("job")) else str(report["period"])
 
 

@@ -99,8 +99,8 @@ def import_(
 ) -> Output:
     """Create a profile from NVIDIA's measured kernel data, with the optional package aiconfigurator-core.
 
-    The times are those of kernels. If possible, measure your own engines instead. Layouts whose weights leave no memory
-    for KV are omitted.
+    The times are kernel times. If possible, measure your own engines instead. Layouts whose weights leave no memory for
+    KV are omitted.
 
     Example: `orchestrrl profile import --model Qwen/Qwen3-32B --system h100_sxm --tp 1,2,4,8 --out profile.yaml`
     """

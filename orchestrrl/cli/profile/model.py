@@ -139,9 +139,10 @@ def fit(
     measured: MeasuredFile,
     out: Annotated[Path, typer.Option(help="The Python module to write.")] = Path("planner/cost/fitted.py"),
 ) -> Output:
-    """Fit the engine constants of the roofline model, on all models and on all but each one, and write them.
+    """Fit the engine constants of the roofline model, once on all models and once without each model, and write them.
 
-    A later `profile score` reads its constants from that module: for each model, those fitted without it.
+    A later `profile score` reads its constants from that module: for each model, the constants that were fitted without
+    it.
 
     Example: `orchestrrl profile fit silicon.csv --out planner/cost/fitted.py`
     """

@@ -174,8 +174,8 @@ def split(
 ) -> Output:
     """Search for the split of a cluster's GPUs between training and generation with the highest throughput.
 
-    The sum of the scenario's train_gpus and gen_gpus is constant. Each split is simulated. All splits are printed, with
-    a mark at the best.
+    The sum of the scenario's train_gpus and gen_gpus is constant. Each split is simulated. All splits are printed, and
+    the best split is marked.
 
     Example: `orchestrrl sim split cluster64 --fabric fat_tree`
     """

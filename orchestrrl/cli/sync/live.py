@@ -84,9 +84,9 @@ async def profile(
 ) -> Output:
     """Show the time that each phase of a version took, and advice to reduce it.
 
-    The share of a phase is its part of the critical path, from the trainer's first step until requests run with the
-    new version. Taking circuits down, and the wait for the pause barrier to close, are off the critical path. Transfer
-    and edges are compared with the plan's estimate and with a lower bound for any plan.
+    The share of a phase is its part of the critical path, from the trainer's first step until requests run with the new
+    version. Taking circuits down, and the wait for the pause barrier to close, are off the critical path. The times of
+    the transfer and of its edges are compared with the plan's estimate and with a lower bound for any plan.
 
     Example: `orchestrrl sync profile 12`
 

@@ -42,7 +42,7 @@ def publish(
     """Publish a checkpoint folder of safetensors files, single or sharded, in the format of Hugging Face's libraries.
 
     Use it to return to an earlier checkpoint or to test; trainers publish with `orchestrrl.weights.trainer.client`. Run
-    it on the host of a peer: the tensors are copied to the peer's folder. It ends with the sync or, with
+    it on the host of a peer: the tensors are copied to the peer's folder. The command exits when the sync ends or, with
     `--next-pause`, when every host has the version. Ctrl-C leaves the sync running.
 
     Exit status 0: every engine has the version, or installs it at the next pause; 1: the fleet has the previous

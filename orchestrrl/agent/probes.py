@@ -110,7 +110,7 @@ class HostTraces:
         return found
 
     def poll(self) -> bool:
-        """Add new processes and remove ended ones. Return whether the jobs' ranks changed."""
+        """Add new processes and remove ended processes. Return whether the jobs' ranks changed."""
         before = self.jobs()
         found = list_rings(self._directory)
         for path in found:
@@ -133,7 +133,8 @@ class HostTraces:
         return self.jobs() != before
 
     def arm(self, quantiles: Mapping[str, frozenset[float]]) -> None:
-        """Make only processes of these jobs ring the doorbell. Later calls of `assess` use these quantiles."""
+        """Make only the processes of these jobs ring the doorbell. `quantiles` has, per job, the quantiles that later
+        calls of `assess` use."""
         self._armed = quantiles
         for each in self._traced.values():
             each.reader.arm(each.job in quantiles)
@@ -146,7 +147,8 @@ class HostTraces:
                     each.learner.prepare(q)
 
     def read(self, quiet_only: bool = False) -> list[fabric_pb2.Announcement]:
-        """Feed new events to all learners, or only to those of quiet ranks. Return the announcements among them."""
+        """Feed new events to the learners of all ranks, or only of quiet ranks. Return the announcements among the
+        events."""
         announced: list[fabric_pb2.Announcement] = []
         for each in list(self._traced.values()):
             if quiet_only and each.reader.communicates:

@@ -1,4 +1,4 @@
-"""`orchestrrl daemon` and `orchestrrl check-config`."""
+"""`orchestrrl daemon` and `orchestrrl check-config`: run the daemon, and validate its configuration file."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

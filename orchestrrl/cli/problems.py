@@ -75,7 +75,7 @@ class SolveProblem(ProblemPart):
 
 
 def _places(document: Any) -> Iterator[str]:
-    """Check that new requests have no instance and that running and waiting requests have one."""
+    """Check that new requests have no instance, and that running and waiting requests have an instance."""
     for location, request in values_at(document, "requests[]", dict):
         if "instance" not in request:
             continue

@@ -53,7 +53,7 @@ async def until_over(
     advice: Callable[[Report | None], str],
     aside: bool,
 ) -> Report:
-    """Show the reports of an operation that runs in the daemon, and return the last one. Ctrl-C leaves the operation
+    """Show the reports of an operation that runs in the daemon, and return the last report. Ctrl-C leaves the operation
     running: the command prints `advice` and exits with status `EXIT_LEFT`."""
     import asyncio
 

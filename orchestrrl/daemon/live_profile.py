@@ -125,7 +125,7 @@ class LiveProfile:
             self._known[assumed.profile.id] = ConfigurationEstimate(assumed.profile, self._today, assumed=assumed)
 
     def forget_implicit(self, used: Collection[ConfigurationId]) -> None:
-        """Drop all implicit configurations except those in `used`."""
+        """Drop all implicit configurations except the configurations in `used`."""
         self._known = {id: known for id, known in self._known.items() if known.assumed is None or id in used}
 
     def batches_taken(self, configuration: ConfigurationId) -> int:

@@ -188,7 +188,7 @@ def _implicit_id(model: Model, gpu: GpuModel, profile: EngineProfile, precision:
 
 def _shape_id(engine: EngineId, facts: ServingFacts) -> ConfigurationId:
     """Return an id shared by engines that report the same model and facts, so that their samples are combined. An
-    engine without a model gets an id of its own."""
+    engine that reports no model gets a separate id."""
     if not facts.model:
         return ConfigurationId(f"{PREFIX}{engine}")
     digest = hashlib.sha256(repr(replace(facts, sizes=None)).encode()).hexdigest()[:6]

@@ -283,7 +283,7 @@ class ConfigurationEstimate:
 
     def notes(self) -> Iterator[str]:
         """Yield notes for readers of a plan: the source of step times, unless they are as configured, and other learned
-        figures."""
+        numbers."""
         id, provenance = self.profile.id, self.profile.provenance
         error = "" if provenance.fit_error_mean is None else f", error {provenance.fit_error_mean:.1%}"
         if self.assumed is not None and (self.refitted or provenance.source is not ProfileSource.GIVEN):

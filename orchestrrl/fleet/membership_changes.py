@@ -107,7 +107,7 @@ def engine_facts(config: Config) -> list[EngineFacts]:
 
 
 def recovered_roster(journal: Journal) -> Membership:
-    """Return the last membership in the journal, or an empty one."""
+    """Return the last membership in the journal, or an empty membership if the journal has none."""
     return journal.newest(EntryKind.ENGINES, lambda body: MEMBERSHIP.validate_python(body["roster"])) or Membership()
 
 
@@ -217,7 +217,7 @@ class MembershipChanges:
     # --- moves off leaving engines
 
     def tick(self, snapshot: Snapshot) -> None:
-        """Start a round of moves off the leaving engines, unless one is running."""
+        """Start a round of moves off the leaving engines, unless a round is running."""
         leaving = self.membership.leaving
         if self._round is not None:
             return

@@ -1,7 +1,8 @@
 """Close and open the pause barrier of every gateway: either all engines come to rest, or all requests continue as
 before. pause_lease.py defines leases.
 
-Gateways enforce the end of a lease themselves, so they open in time even if an order of the daemon is lost.
+Gateways enforce the end of a lease themselves, so that they open when the lease ends even if an order of the daemon is
+lost.
 """
 
 import asyncio
@@ -328,7 +329,8 @@ class PauseBarrier:
             self._orders.open(node, opened)
 
     def sampled(self, engine: EngineId, sample: EngineSample) -> None:
-        """Forget the weights of an engine whose token counter decreased: the engine was restarted and has lost them."""
+        """Mark the weights of an engine as unknown if its token counter decreased, because the engine was restarted and
+        has lost them."""
         before = self._generated.get(engine, 0)
         self._generated[engine] = sample.generation_tokens_total
         if sample.generation_tokens_total >= before:

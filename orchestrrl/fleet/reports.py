@@ -1,5 +1,5 @@
 """The reports that agents and gateways send to the daemon, as values. rpc/codecs/telemetry.py encodes them; state.py
-folds them."""
+combines them into the state of the fleet."""
 
 from dataclasses import astuple, dataclass
 from enum import StrEnum

@@ -276,7 +276,7 @@ class FleetState:
         """Apply a gateway's report to the state, unless it is older than the newest report. Return the failovers that
         were not counted before.
 
-        Finished requests and failovers count once per gateway, including those of a late report.
+        Finished requests and failovers are counted once per gateway, even if they arrive in a late report.
         """
         record = self._gateways.setdefault(report.gateway, _GatewayRecord())
         fresh = [finished for finished in report.finished if finished not in record.finished]
@@ -647,12 +647,10 @@ class FleetState:
         return self._with_preempted(tuple(reported), now_s)
 
     def _with_preempted(self, requests: tuple[RequestView, ...], now_s: float) -> tuple[RequestView, ...]:
-        """Return the requests, with those that their engine has preempted set to WAITING.
-
-        To its gateway a preempted request looks like a slow running one; the engine counts it as waiting. If an engine
-        counts more waiting requests than the gateways do, the excess is assigned to the requests that have been quiet
-        for longest, excluding those that produced a token since the engine was last sampled.
-        """
+        """Return the requests, with the state WAITING for requests that their engine has preempted. To its gateway a
+        preempted request looks like a slow running request; the engine counts it as waiting. If an engine counts more
+        waiting requests than the gateways do, the excess is assigned to the requests that have been quiet for longest,
+        excluding those that produced a token since the engine was last sampled."""
         excess = Counter(
             {e: r.sample.waiting for e, r in self._engines.items() if r.sample is not None and r.sample.waiting}
         )
@@ -699,8 +697,8 @@ class FleetState:
         )
 
     def _health(self, record: _EngineRecord, now_s: float) -> tuple[EngineHealth, str]:
-        """Return the health from the agent's latest report, or GONE if that is too old: a failed host must not count as
-        healthy forever, or decisions for other engines would wait for its telemetry."""
+        """Return the health from the agent's latest report, or GONE if that report is older than `forget_after_s`.
+        Otherwise decisions for other engines would wait forever for telemetry from a failed host."""
         if record.report is None:
             return EngineHealth.GONE, "no agent has reported the engine yet"
         if now_s - record.received_s > self._forget_after_s:

@@ -236,7 +236,7 @@ class EngineAttempt:
 
 def _added_tokens(passed_on: Mapping[str, Any], before: int) -> int:
     """Return the number of tokens that an event or a whole answer adds to `before`; negative if `before` was too high.
-    A choice without token ids counts as one token."""
+    A choice without token ids is counted as one token."""
     usage = passed_on.get("usage")
     if isinstance(usage, Mapping):
         return _count(usage, "completion_tokens", before) - before

@@ -66,7 +66,7 @@ class RequestGroup:
             self.close()
 
     async def _answer_all(self, answers: Sequence[Coroutine[Any, Any, None]]) -> None:
-        """Run all answers concurrently; cancel the others when one fails."""
+        """Run all answers concurrently. If an answer fails, cancel the other answers."""
 
         async def failed(record: RequestRecord, answer: Coroutine[Any, Any, None]) -> bool:
             await answer
@@ -190,8 +190,8 @@ class Gateway:
         self.ledger.close(record)
 
     def cancel(self, requests: Iterable[RequestId], groups: Iterable[str], reason: str) -> tuple[RequestId, ...]:
-        """End the answers of these requests and groups with the tokens they have. Returns the ids that were still
-        running."""
+        """End the answers of these requests and groups with the tokens they have. Returns the ids of the requests that
+        were still running."""
         named = [record for name in requests if (record := self.ledger.get(name)) is not None]
         named += [record for group in groups for record in self.groups.members(group)]
         return tuple(record.id for record in named if self._cancel(record, reason or "cancelled"))
@@ -240,7 +240,8 @@ class Gateway:
             return OperationItemResult(move.request, done=False, detail=str(refusal))
 
     async def _carry_out(self, move: RequestMove) -> OperationItemResult:
-        """Carry out one move. Raises MoveRefused."""
+        """Carry out one move. Raises MoveRefused if the request has ended or cannot leave its engine, or the target
+        cannot take it."""
         relay = self.relays.get(move.request)
         target = self.fleet.get(move.to_engine)
         if not self.fleet.barrier_open:

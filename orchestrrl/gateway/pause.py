@@ -233,7 +233,8 @@ class GatewayPause:
 
     async def open(self, order: OpenBarrier) -> tuple[OperationItemResult, ...]:
         """Open the barrier and resume the engines. Returns one item per resumed engine. Without a lease, the barrier
-        opens for any holder, and engines are resumed even if it is open, such as those that an earlier gateway paused.
+        opens for any holder, and engines are resumed even if the barrier is open, such as engines that an earlier
+        gateway paused.
 
         Raises Permanent if the barrier is not closed under the lease, or if an engine is unknown.
         """

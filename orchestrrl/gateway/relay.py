@@ -133,7 +133,8 @@ class RequestRelay:
 
     async def move(self, target: EngineBackend, order: RequestMove) -> OperationItemResult:
         """Stop the request on its engine and continue it on `target`. Returns within about `move_answer_s`, or twice
-        the predicted time if that is longer, up to `slow_move_answer_s`. Raises MoveRefused."""
+        the predicted time if that is longer, up to `slow_move_answer_s`. Raises MoveRefused if the request cannot leave
+        its engine or `target` cannot take it."""
         self._check_movable()
         if target is self.backend:
             raise MoveRefused(f"the request is already on {target.id}")
@@ -155,7 +156,8 @@ class RequestRelay:
 
     def park_for(self, engine: EngineId, hold_s: float) -> OperationItemResult:
         """Stop the request on its engine and hold it for an engine that has yet to start: while that engine is
-        expected, or for `hold_s` if it is not. After that, any engine may run it. Raises MoveRefused."""
+        expected, or for `hold_s` if it is not. After that, any engine may run the request. Raises MoveRefused if the
+        request cannot leave its engine or the new engine's context is too short."""
         self._check_movable()
         self._check_long_enough(self._fleet.get(engine))
         assert self._pump_task is not None
@@ -173,7 +175,8 @@ class RequestRelay:
 
     def redirect(self, engine: EngineId, hold_s: float) -> OperationItemResult:
         """Send a request that is on no engine to this engine: at once if the engine is usable, otherwise after a wait
-        as in `park_for`. Raises MoveRefused."""
+        as in `park_for`. Raises MoveRefused if the request has ended or is on an engine, or this engine cannot take it.
+        """
         target = self._fleet.get(engine)
         if self.record.done:
             raise MoveRefused("the request finished before the move")
@@ -297,8 +300,8 @@ class RequestRelay:
         return await self._wait_for_slot()
 
     async def _wait_for(self, awaited: AwaitedEvent) -> EngineBackend | None:
-        """Return the engine for which the request is held; None if it did not start in time or its context is too
-        short."""
+        """Return the engine for which the request is held; None if the engine did not start before the end of the wait,
+        or its context is too short."""
         was_expected = awaited.expected
         while True:
             backend = self._fleet.get(awaited.engine)
@@ -469,8 +472,8 @@ class RequestRelay:
     # --- stalled engines ---------------------------------------------------------------------------------------------
 
     def stalled(self, now_s: float) -> bool:
-        """Return whether the request has had no token for `stall_s`. A waiting request, or one that cannot be continued
-        elsewhere, is stalled only if its engine produces no token for other requests either."""
+        """Return whether the request has had no token for `stall_s`. A request that waits or cannot be continued
+        elsewhere is stalled only if its engine produces no token for other requests either."""
         backend, record = self.backend, self.record
         if backend is None or self._pump_task is None or self._pump_task.done() or self._move is not None:
             return False
@@ -504,8 +507,8 @@ class RequestRelay:
         task.cancel()
 
     async def _computes(self, backend: EngineBackend) -> bool:
-        """Return whether the engine has computed tokens since the last call. A non-streamed answer shows no progress of
-        its own."""
+        """Return whether the engine has computed tokens since the last call. The progress of a non-streamed answer
+        itself is not visible."""
         metrics = await backend.engine.metrics()
         before, computed = self._computed_before, metrics.generation_tokens_total + metrics.prompt_tokens_total
         self._computed_before = computed

@@ -1,1 +1,1 @@
-"""`orchestrrl demo`."""
+"""The command `orchestrrl demo`."""

@@ -1,1 +1,1 @@
-"""`orchestrrl fabric`."""
+"""The commands of `orchestrrl fabric`."""

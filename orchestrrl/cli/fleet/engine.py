@@ -56,8 +56,8 @@ def simulated(
 
 
 def _parameters() -> Iterator[inspect.Parameter]:
-    """Yield the command's own parameters, and one for each field of the options that has a description. The fields are
-    read from the source file, so that help and completion need not import pydantic."""
+    """Yield the command's own parameters, and a parameter for each field of the options that has a description. The
+    fields are read from the source file, so that help and completion need not import pydantic."""
     yield from (each for each in inspect.signature(simulated).parameters.values() if each.name != "given")
     module = ast.parse(files("orchestrrl.lab.simulated_engine").joinpath("options.py").read_text("utf-8"))
     model = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "SimulatedOptions")

@@ -77,7 +77,8 @@ async def drain(
     timeout_s: Annotated[float, typer.Option(min=0.0, help="Timeout of --wait in seconds. 0: none.")] = 0.0,
     reason: Reason = "",
 ) -> Output:
-    """Drain an engine: it receives no new requests. Its requests finish there or, with --move, on other engines.
+    """Drain an engine: it receives no new requests. Its requests finish on the engine or, with --move, on other
+    engines.
 
     The engine remains drained when the daemon restarts, until --undo. Requests that cannot move finish on the engine.
 

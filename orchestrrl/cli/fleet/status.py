@@ -228,7 +228,7 @@ def policy_summary(policy: str, reason: str) -> list[str]:
 
 
 def trouble(seen: dict[str, Any]) -> list[str]:
-    """Return lines on a mode other than the configured one, on damage to the journal, and on defects."""
+    """Return lines that report a mode other than the configured mode, damage to the journal, and defects."""
     lines = [f"mode: {escape(seen['mode_reason'])}"] if seen["mode_reason"] and not seen["journal_damage"] else []
     lines += [f"[red]the journal is damaged[/red]: {escape(text)}" for text in seen["journal_damage"]]
     if seen["journal_damage"]:

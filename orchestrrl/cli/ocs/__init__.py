@@ -1,1 +1,1 @@
-"""`orchestrrl ocs`."""
+"""The commands of `orchestrrl ocs`."""

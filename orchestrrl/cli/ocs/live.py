@@ -173,9 +173,9 @@ async def verify(
     """Compare switches and ToRs with the site file, and report circuits and cables that are in the wrong place.
 
     Circuits on the switches are compared with the daemon's last commands. ToRs (`fabric.routers`) report which ports
-    receive light and which neighbour is connected. Circuits that are up verify the fibres in use; `--walk` verifies the
-    others, one cross-connect at a time, and skips ports that are up, failed or masked. It requires a paused fabric and
-    routes no packets over the fibres that it lights. Exit status 1 if there are faults.
+    receive light and which neighbour is connected. Circuits that are up verify the fibres in use; `--walk` verifies all
+    other fibres, one cross-connect at a time, and skips ports that are up, failed or masked. It requires a paused
+    fabric and routes no packets over the fibres that it lights. Exit status 1 if there are faults.
 
     Examples:
 

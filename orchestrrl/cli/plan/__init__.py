@@ -1,1 +1,1 @@
-"""`orchestrrl plan`."""
+"""The commands of `orchestrrl plan`."""

@@ -1,1 +1,1 @@
-"""`orchestrrl profile`."""
+"""The commands of `orchestrrl profile`."""

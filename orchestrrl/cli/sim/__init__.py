@@ -1,1 +1,1 @@
-"""`orchestrrl sim`."""
+"""The commands of `orchestrrl sim`."""

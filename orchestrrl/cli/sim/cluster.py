@@ -225,7 +225,7 @@ def sweep(
     """Run every combination of values over a base scenario: `base: cluster64`, `grid: {cluster.nic_gbps: [100, 400]}`.
 
     Points that have results are not run again, so that an interrupted sweep can be resumed. If a point fails, it is
-    reported, the others are run, and the exit status is 1.
+    reported, the other points are run, and the exit status is 1.
 
     Example: `orchestrrl sim sweep sweep.yaml --out out/sweep && orchestrrl sim report out/sweep`
     """

@@ -1,1 +1,1 @@
-"""`orchestrrl sync`."""
+"""The commands of `orchestrrl sync`."""

@@ -4,9 +4,9 @@ Kubernetes, or simulate them.
 Each product has one module, registered in the entry-point group `orchestrrl.deployers`, which must pass
 `orchestrrl/fleet/deployers/conformance.py`. Start and stop are idempotent: an engine's id identifies it permanently, so
 starting an engine that already runs with the same spec, or stopping an engine that does not exist, changes nothing.
-Engines outlive the daemon: a new deployer finds the engines of its fleet, including those whose start was interrupted.
-Implementations raise `Retryable` if a call may succeed later, `Permanent` if it can never succeed with this spec, and
-`OutcomeUnknown` if the change may have been made; the caller then reads `status`.
+Engines outlive the daemon: a new deployer finds the engines of its fleet, including engines whose start was
+interrupted. Implementations raise `Retryable` if a call may succeed later, `Permanent` if it can never succeed with
+this spec, and `OutcomeUnknown` if the change may have been made; the caller then reads `status`.
 """
 
 from collections.abc import Collection, Mapping
@@ -90,7 +90,7 @@ class Deployer(Protocol):
 
 
 class FixedGpusDeployer:
-    """A base for deployers whose engines keep their GPUs for their lifetime."""
+    """A base class for deployers whose engines keep their GPUs for their lifetime."""
 
     can_lend = False
     can_scale = False

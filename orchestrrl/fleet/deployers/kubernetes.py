@@ -6,9 +6,9 @@ All state is in the cluster: the objects with a fleet's label are its engines, a
 An engine answers at the address of its pod, without a Service: a pod is never replaced by another (see
 kubernetes_objects), so a Service would only add an object that could be left behind.
 
-GPU numbers of the fleet are not devices here: Kubernetes counts a node's GPUs, and its device plugin selects them. The
-deployer ensures that no GPU serves two engines by comparing the fleet's own GPU numbers in the objects' annotations;
-every daemon of the fleet can see a start before its first process runs.
+GPU numbers of the fleet are not devices here: Kubernetes only counts a node's GPUs, and its device plugin selects the
+GPUs of each pod. The deployer ensures that no GPU serves two engines by comparing the fleet's own GPU numbers in the
+objects' annotations; every daemon of the fleet can see a start before its first process runs.
 """
 
 import contextlib

@@ -113,7 +113,8 @@ def _read(path: Path) -> EngineRecord | None:
 
 
 class EngineLogs:
-    """Log files in `folder/logs`, one per engine and start: `ENGINE.log`, and earlier ones as `ENGINE.log.1` and up."""
+    """Log files in `folder/logs`, one per engine and start: `ENGINE.log` for the latest start, `ENGINE.log.1` and up
+    for earlier starts."""
 
     def __init__(self, folder: Path, kept: int) -> None:
         self._folder = folder / "logs"
@@ -123,7 +124,7 @@ class EngineLogs:
         return self._folder / f"{quote(engine, safe='')}.log"
 
     def rotate(self, engine: EngineId) -> Path:
-        """Rotate the engine's logs and return the path of the new one."""
+        """Rotate the engine's logs and return the path of the new log."""
         self._folder.mkdir(parents=True, exist_ok=True)
         current = self.path(engine)
         files = [current, *(Path(f"{current}.{age}") for age in range(1, self._kept + 1))]

@@ -195,8 +195,9 @@ class RayDeployer(FixedGpusDeployer):
         await self._driver.close()
 
     def _parts(self, spec: EngineSpec) -> list[dict[str, Any]]:
-        """Return the part of each process: its node and its GPUs there. If the spec has no GPU numbers, the number of
-        GPUs is that of the layout. Raises ProblemFaults if the spec is invalid, Permanent if a node has no address."""
+        """Return the part of each process, i.e. its node and its GPUs on that node, as in ray_places.py. If the spec
+        has no GPU numbers, the number of GPUs is that of the layout. Raises ProblemFaults if the spec is invalid,
+        Permanent if a node has no address."""
         size, parts = self._launch.per_node, list[dict[str, Any]]()
         for process, line in enumerate(render(spec, self._launch)):
             anywhere = NodeProcesses(line.node, tuple(map(GpuId, range(spec.parallelism.gpus))))
@@ -228,8 +229,8 @@ def _deployed(state: Mapping[str, Any]) -> DeployedInstance:
 
 
 class RayConnectionLost(Exception):
-    """Raised if the driver process or the Ray cluster is lost or does not answer in time: the call may or may not have
-    been carried out."""
+    """Raised if the driver process or the Ray cluster is lost or exceeds the time limit of a call: the call may or may
+    not have been carried out."""
 
 
 _ERRORS = {"permanent": Permanent, "unknown": OutcomeUnknown, "lost": RayConnectionLost}

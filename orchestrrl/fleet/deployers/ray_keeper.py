@@ -48,8 +48,8 @@ class PlaceKeeper:
         return {"address": ray.util.get_node_ip_address(), "gpus": list(map(str, ray.get_gpu_ids())), "port": chosen}
 
     def launch(self, supervisor: str, argv: Sequence[str], environment: Mapping[str, str], log: str) -> None:
-        """Run the command line, unless this actor has run one. Its environment is that of the Ray worker, without Ray's
-        variables, plus `environment`."""
+        """Run the command line, unless this actor has already run a command line. Its environment is that of the Ray
+        worker, without Ray's variables, plus `environment`."""
         if self._supervisor is not None:
             return
         self._log, self._mark = Path(log), environment[MARK]

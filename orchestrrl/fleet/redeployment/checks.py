@@ -45,13 +45,14 @@ def capacity_fault(has_tokens: int, planned_tokens: int) -> list[str]:
 
 
 def answers_fault(reference: AnswerExcerpt, scores: tuple[float, ...], tolerance: AnswerTolerance) -> list[str]:
-    """Return a fault if the engine's probabilities for the reference tokens differ from those of the reference."""
+    """Return a fault if the engine's probabilities for the reference tokens differ from the probabilities in the
+    reference."""
     return _scores_fault(reference, scores, tolerance, "differs from the previous engines' answers")
 
 
 def reading_fault(written: AnswerExcerpt, scores: tuple[float, ...], tolerance: AnswerTolerance) -> list[str]:
-    """Return a fault if the engine's probabilities for its own answer, read as a prompt, differ from those at
-    generation: decoding uses kernels, graphs and a cache that prefill does not."""
+    """Return a fault if the engine's probabilities for its own answer, read as a prompt, differ from the probabilities
+    at generation: decoding uses kernels, graphs and a cache that prefill does not."""
     return _scores_fault(written, scores, tolerance, "scores its own answer differently as a prompt")
 
 

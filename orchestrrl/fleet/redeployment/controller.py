@@ -394,8 +394,8 @@ class RedeploymentController:
         }
 
     def _as_usual(self, run: RedeploymentRun, engine: EngineId) -> bool:
-        """Return whether the engine's start is typical of later ones. Engines that are kept asleep are started only
-        once, and woken later."""
+        """Return whether the engine's start is typical of its later starts. The start of an engine that is kept asleep
+        is not, since the engine is started only once and woken later."""
         if not self._deployment.keep_asleep or engine in {spec.engine for spec in run.redeployment.asleep}:
             return True
         offers = self._offers(engine)

@@ -188,7 +188,7 @@ _Plan = list[list[_Chain]]
 
 
 def stages_of(redeployment: Redeployment) -> tuple[Stage[RedeployStep], ...]:
-    """Return the forward stages. Engines on free GPUs are brought up while the old ones still serve."""
+    """Return the forward stages. Engines on free GPUs are brought up while the old engines still serve."""
     held = {gpu for spec in redeployment.old for gpu in spec.gpus}
     early = [spec for spec in redeployment.coming if not held.intersection(spec.gpus)]
     late = [spec for spec in redeployment.coming if held.intersection(spec.gpus)]

@@ -18,7 +18,7 @@ MakeSpec = Callable[[EngineId, ConfigurationId, Sequence[GpuId]], EngineSpec]
 
 @dataclass(frozen=True, slots=True)
 class StandingEngine:
-    """The present deployment. `serving` are the deployer's engines that do not sleep, including dead ones until they
+    """The present deployment. `serving` are the deployer's engines that do not sleep, including dead engines until they
     are stopped; `others` are the GPUs of engines that the deployer did not start."""
 
     serving: tuple[EngineSpec, ...]
@@ -71,7 +71,7 @@ def wanted_by_plan(plan: Plan, standing: StandingEngine) -> TargetEngine:
 
 
 def wanted_by_targets(wish: RedeployRequest, name: str, standing: StandingEngine) -> TargetEngine:
-    """Return engines for the requested counts per configuration. Existing engines are kept if they fit; new ones are
+    """Return the requested number of engines per configuration. Existing engines are kept if they fit; new engines are
     named after `name`. The target `nothing` stops all engines. Raises ProblemFaults with every fault of the request."""
     if wish.targets == NOTHING:
         return TargetEngine(standing.kept_anyway, sleepers_too=True)
@@ -178,8 +178,9 @@ def _room(free: set[GpuId], size: int, per_node: int) -> tuple[GpuId, ...] | Non
 
 
 def _reusing(wanted: TargetEngine, standing: StandingEngine) -> TargetEngine:
-    """Return the target with existing engines in place of new ones: a sleeping engine of the same configuration and
-    GPUs is woken, and a leaving engine that differs only in its replicas is scaled. Both keep their ids."""
+    """Return the target with new engines replaced by existing engines where possible: a sleeping engine of the same
+    configuration and GPUs is woken, and a leaving engine that differs only in its replicas is scaled. Both keep their
+    ids."""
     sleeping = {(spec.configuration, spec.gpus): spec for spec in standing.asleep if spec.engine in standing.alive}
     there = {spec.engine for spec in standing.serving}
     kept = {spec.engine for spec in wanted.new}

@@ -62,7 +62,7 @@ def read_completion_request(
     headers: tuple[tuple[str, str], ...] = (),
 ) -> CompletionRequest:
     """Return the records of one body. `headers` are the client's headers for engines. Raises HttpRefusal with all
-    faults."""
+    faults if the body is invalid."""
     if not isinstance(body, dict):
         raise HttpRefusal(f"the body must be a JSON object, got {shown(body)}")
     prompts = _prompts(body) if endpoint is CompletionEndpoint.COMPLETIONS else [None]

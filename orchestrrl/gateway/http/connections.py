@@ -2,8 +2,8 @@
 
 A general-purpose HTTP server would cost more per request and per piece of an answer than the gateway's own work. This
 server accepts and refuses the same requests as aiohttp's (tests/orchestrrl/gateway/test_http_connection_oracle.py sends
-the same bytes to both). As in aiohttp, a client that closes its side of the connection counts as disconnected, even if
-it can still read.
+the same bytes to both). As in aiohttp, a client that closes its side of the connection is treated as disconnected, even
+if it can still read.
 """
 
 import asyncio

@@ -159,7 +159,8 @@ class PauseEndpoints:
         return await self._shown()
 
     def _remember(self, version: int | None, source: str) -> None:
-        """Store the folder of the newest version's weights. A newer version without a folder clears it."""
+        """Store the folder of the newest version's weights. A newer version without a folder clears the stored
+        folder."""
         newest = self._gateway.barrier.report().policy_version
         known_version, known = self._set_source
         given = source if version in (None, newest) else ""

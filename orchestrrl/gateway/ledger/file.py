@@ -201,8 +201,8 @@ class RequestClaims:
         self._guard = threading.Lock()
 
     def take(self, key: int) -> bool:
-        """Claim the key and return True. Returns False if the key is already claimed, by this process or another one.
-        Raises OSError if the file system does not support locks."""
+        """Claim the key and return True. Returns False if the key is already claimed, by this process or another
+        process. Raises OSError if the file system does not support locks."""
         with self._guard:
             if key in self._held:
                 return False

@@ -2,7 +2,7 @@
 
 A piece holds the growth of a record since the previous piece. Pieces are numbered. Piece 0 replaces all earlier pieces,
 and after a gap in the numbers, pieces are ignored until the next piece 0. If pieces are lost, the reassembled answer is
-therefore a prefix of the real one and never contains tokens of another attempt.
+therefore a prefix of the real answer and never contains tokens of another attempt.
 """
 
 import hashlib

@@ -124,7 +124,7 @@ class EngineBackend(EngineLoad):
         )
 
     def reserve(self, record: RequestRecord) -> None:
-        """Reserve a place for the record, which counts as waiting until it enters."""
+        """Reserve a place for the record. The record is counted as waiting until it enters."""
         self.reserved[record.id] = record.context_tokens
         self._await(record.context_tokens)
 
@@ -162,8 +162,8 @@ class EngineBackend(EngineLoad):
             self.waiting_tokens += record.context_tokens - context_before
 
     def run_whole(self, record: RequestRecord) -> None:
-        """Count the record as running if the engine is known to have a seat for it. A non-streamed answer shows no
-        first token."""
+        """Count the record of a non-streamed answer, whose first token is not visible, as running if the engine is
+        known to have a seat for it."""
         seats = self.max_sequences or (self.capabilities.max_sequences if self.capabilities is not None else 0) or 0
         if record.state is RequestState.WAITING and self.running < seats:
             record.state = RequestState.RUNNING

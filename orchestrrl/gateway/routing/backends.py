@@ -141,7 +141,7 @@ class EngineBackends:
 
     def _rename(self, routes: Iterable[EngineRoute]) -> None:
         """Rename engines that the gateway was started with to the ids used in the routes; their requests stay. An
-        engine at the former address of one of the daemon's engines counts as new."""
+        engine at the former address of one of the daemon's engines is treated as a new engine."""
         urls = {route.engine: route.url for route in routes}
         ours = {name for own in self.own.values() for name in (own.engine, own.known_as)}
         for engine in self.own.keys() & urls.keys():  # the daemon uses this id as well
@@ -170,7 +170,7 @@ class EngineBackends:
                 self.use_id(engine, same)
 
     def keep_ids(self) -> None:
-        """Store the current engines and their ids as those that the gateway was started with."""
+        """Store the current engines and their ids as the engines that the gateway was started with."""
         self.own = {backend.id: GatewayEngine(backend.id, without_login(backend.engine.url)) for backend in self}
 
     def use_id(self, name: EngineId, engine: EngineId) -> None:
@@ -342,8 +342,9 @@ class EngineBackends:
             waiter.alone_since_s = now_s
 
     async def _expire_those_alone(self) -> None:
-        """Fail queued requests whose patience has ended without an eligible engine. One task serves all of them, so a
-        burst of thousands needs no timer each. No request waits longer than its patience plus one percent."""
+        """Fail queued requests whose patience has ended without an eligible engine. One task serves all queued
+        requests, so that a burst of thousands of requests needs only one timer. No request waits longer than its
+        patience plus one percent."""
         try:
             while waiters := [waiter for waiter in self.queue if waiter.patience_s < float("inf")]:
                 now_s = self.clock.now_s()

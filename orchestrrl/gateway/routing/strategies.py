@@ -79,7 +79,7 @@ def concurrency_cap(load: EngineLoad, mean_tokens: float) -> int:
 
 
 def scale(loads: Sequence[EngineLoad], context_tokens: int) -> tuple[float, float]:
-    """Return the mean context of a request in tokens, including the new one, and the median seconds per token. The
+    """Return the mean context of a request in tokens, including the new request, and the median seconds per token. The
     median is used for engines without a known rate."""
     held, requests = context_tokens, 1
     known: list[float] = []
@@ -136,19 +136,19 @@ def within(snapshot: RoutingSnapshot[L]) -> list[L]:
 
 
 def load_index(snapshot: RoutingSnapshot[L]) -> L:
-    """Return the engine with the lowest load index, among those with KV room, or among all if none has room. Ties go to
-    fewer requests, then to the smaller id."""
+    """Return the engine with the lowest load index among the engines with KV room, or among all engines if none has
+    room. Ties go to fewer requests, then to the smaller id."""
     loads = snapshot.loads
     ids = [load.id for load in loads]
     return min(zip(ranks(loads, snapshot.newcomer.context_tokens), ids, loads, strict=True))[2]  # no two ids are equal
 
 
 def least_tokens(snapshot: RoutingSnapshot[L]) -> L:
-    """Return the engine with the fewest context tokens, among those with KV room, or among all if none has room. Ties
-    go to fewer requests, then to the smaller id.
+    """Return the engine with the fewest context tokens among the engines with KV room, or among all engines if none has
+    room. Ties go to fewer requests, then to the smaller id.
 
-    Attention and KV grow with tokens, so this suits prompts of very different lengths. It ignores the size and speed
-    of engines, so it suits fleets of equal engines.
+    Attention and KV grow with tokens, so this strategy suits prompts of very different lengths. It ignores the size and
+    speed of engines, so it suits fleets of equal engines.
     """
     tokens = snapshot.newcomer.context_tokens
 
@@ -167,8 +167,8 @@ def round_robin(snapshot: RoutingSnapshot[L]) -> L:
 
 
 def prefix_affinity(snapshot: RoutingSnapshot[L]) -> L:
-    """Return the engine that the prefix ranks highest among those of `within`. Requests that begin alike thus go to the
-    engine that has their prefix cached. Without a prefix, return the choice of `load_index`.
+    """Return the engine that the prefix ranks highest among the engines that `within` returns. Requests that begin
+    alike thus go to the engine that has their prefix cached. Without a prefix, return the choice of `load_index`.
 
     Engines are ranked for each prefix by rendezvous hashing (Thaler and Ravishankar, 1998). The ranking depends only on
     the ids, so it is the same in every gateway and after a restart. When an engine leaves, only its own prefixes move.

@@ -68,7 +68,7 @@ class WindowReports:
         self._arm()
 
     def report_all_again(self) -> None:
-        """Report every window again at the next change, because the daemon no longer has the earlier reports."""
+        """Report every window again at the next assessment, because the daemon no longer has the earlier reports."""
         for watched in self._watched.values():
             watched.reported = None
 

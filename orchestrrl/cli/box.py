@@ -53,7 +53,7 @@ def fabric_box(
     iterations: Annotated[int, typer.Option(help="Training iterations on the circuits for training.")] = 3,
     out: OutFolder = Path("out/fabric-box"),
 ) -> Output:
-    """Build a site in a box and measure TCP traffic over its circuits.
+    """Emulate a site on this machine and measure TCP traffic over its circuits.
 
     Hosts and ToRs are network namespaces, fibres are veth pairs, and the optical switches are emulated devices, each
     with its own protocol. Their cross-connects are the data path: packets pass while the mirrors join two fibres. An
@@ -179,7 +179,7 @@ def sync_box(
     ] = None,
     out: OutFolder = Path("out/sync-box"),
 ) -> Output:
-    """Broadcast weights to engines in a box over TCP, by a planned tree and by the methods it is compared with.
+    """Broadcast weights to emulated hosts over TCP, by a planned tree and by the methods that it is compared with.
 
     Hosts and ToRs are network namespaces, as in `orchestrrl fabric box`; every link has a rate. Each host is a process
     with the product's carrier. Each host of the training PoDs holds a part of the weights; each host of the generation

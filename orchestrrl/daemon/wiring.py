@@ -68,7 +68,8 @@ class DaemonEdges:
 
 @dataclass(frozen=True, slots=True)
 class FabricParts:
-    """The parts that serve the fabric. The daemon runs `coordinator.run` and `routing.maintain` as tasks."""
+    """The daemon's parts that control the optical fabric. The daemon runs `coordinator.run` and `routing.maintain` as
+    tasks."""
 
     coordinator: CircuitCoordinator | None = None  # None: the configuration has no fabric
     routing: FabricRouting | None = None  # None: the configuration has no routers
@@ -78,7 +79,7 @@ class FabricParts:
 
 @dataclass(frozen=True, slots=True)
 class WeightSyncParts:
-    """The parts that serve weight syncs. `syncs` runs as a task; peers attach to `hub`."""
+    """The daemon's parts that control weight syncs. `syncs` runs as a task; peers attach to `hub`."""
 
     hub: PeerHub
     syncs: WeightSync

@@ -227,8 +227,8 @@ class FleetPause(Description[PauseStep]):
 
 
 def rested(result: OperationResult | None) -> bool:
-    """Return whether the gateway carried out its order and reached all engines. The items of `result` are engines that
-    could not be reached."""
+    """Return whether the gateway carried out its order, even if it could not reach some engines, which are then failed
+    items of `result`."""
     return result is not None and result.status in (OperationStatus.DONE, OperationStatus.PARTIAL)
 
 

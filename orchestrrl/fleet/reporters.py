@@ -1,5 +1,5 @@
-"""Decide which reports count if several senders report the same subject, e.g. two agents report one engine. Has no side
-effects.
+"""Decide which reports count if several senders report the same subject, e.g. two agents report one engine. This module
+performs no I/O.
 
 One sender at a time is the leader, and only the leader's reports count. The leader is replaced when its stream ends,
 when it has sent nothing for TAKEOVER_S, or when it could not read its subject for TAKEOVER_S and another sender can.

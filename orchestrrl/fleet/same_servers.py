@@ -1,4 +1,4 @@
-"""Find engines that have several names by grouping the ids that nodes use by server. Has no side effects.
+"""Find engines that have several names by grouping the ids that nodes use by server. This module performs no I/O.
 
 The configuration, agents and gateways each choose their own ids for engines. The same id always refers to the same
 engine. Two different ids refer to the same engine if either of these matches:
@@ -159,8 +159,8 @@ def _apart(place: tuple[ServerAddress, str] | None, engine: _Engine) -> bool:
 
 
 def _extends(engine: _Engine, claim: ServerClaim, identities: frozenset[str]) -> bool:
-    """Return whether a claim that shares only the id with the engine may add facts about its server. It may if nothing
-    is known about the server yet, or if it is the first agent's claim; not if both have identities."""
+    """Return whether a claim that shares only the id with the engine may add facts about its server. It may if no
+    address of the server is known yet, or if it is the first agent's claim; but not if both have identities."""
     if engine.identities and identities:
         return False
     return not engine.addresses or (claim.rank == 1 and not engine.has_agent)

@@ -1,4 +1,4 @@
-"""Estimate when a report was made, in the daemon's time, from the sender's own timestamps. Has no side effects.
+"""Estimate when a report was made, in the daemon's time, from the sender's own timestamps. This module performs no I/O.
 
 The time of receipt is only an upper bound: the report may have waited in a connection, or in a busy daemon. The
 sender's timestamps add information, but its clock may be off by any amount. Let `offset` be the sender's clock minus

@@ -76,8 +76,7 @@ class EngineFacts:
     pool: str = ""
 
     def of(self, configuration: Configuration | None) -> "EngineFacts":
-        """Return the facts that the configuration implies for an engine: the configuration's id, and its limits as
-        defaults for unreported limits."""
+        """Return these facts with the id of `configuration`, and with its limits where the facts have none."""
         if configuration is None:
             return self
         sequences = self.max_sequences or configuration.max_sequences
@@ -233,8 +232,8 @@ class FleetState:
             gateway.reporters.stream_ended(stream)
 
     def fold_engine(self, report: EngineReport, received_s: float, stream: int = 0) -> bool:
-        """Apply an agent's report to the state, unless it is older than the newest report or another agent's reports
-        count. Return whether it was applied.
+        """Apply an agent's report to the state, unless a report at least as new has been applied or another agent's
+        reports count. Return whether it was applied.
 
         The report must have the engine id that `named` returns.
         """
@@ -273,8 +272,8 @@ class FleetState:
         return True
 
     def fold_gateway(self, report: GatewayReport, received_s: float, stream: int = 0) -> list[EngineFailovers]:
-        """Apply a gateway's report to the state, unless it is older than the newest report. Return the failovers that
-        were not counted before.
+        """Apply a gateway's report to the state, unless a report at least as new has been applied. Return the failovers
+        that were not counted before.
 
         Finished requests and failovers are counted once per gateway, even if they arrive in a late report.
         """
@@ -539,7 +538,7 @@ class FleetState:
         return () if record is None else record.reporters.side_by_side(now_s)
 
     def _claim_all(self, gateway: NodeId, engines: Iterable[GatewayEngine], now_s: float) -> None:
-        """Replace the ids that a gateway uses for engines."""
+        """Replace the set of ids that a gateway uses for engines."""
         named = {engine.engine: engine for engine in engines}
         for key in [key for key in self._claims if key[0] == gateway and key[1] not in named]:
             del self._claims[key]

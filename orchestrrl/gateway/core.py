@@ -51,8 +51,8 @@ class RequestGroup:
         return next((record.failure for record in self.records if record.failure is not None), None)
 
     async def run(self, listener: Callable[[RequestRecord], None] | None = None) -> None:
-        """Generate all answers, and return when all of them have ended or one of them has failed. `listener` receives
-        each record that ends, and each streamed record that grows. Raises DuplicateRequest if an id is already in
+        """Generate all answers, and return when all of them have ended or one of them has failed. `listener` is called
+        with each record that ends, and each streamed record that grows. Raises DuplicateRequest if an id is already in
         flight."""
         self._listener = listener
         await self._enter()
@@ -159,7 +159,7 @@ class Gateway:
         return RequestGroup(request, self, named_body)
 
     def relay(self, record: RequestRecord, grown: Callable[[RequestRecord], None]) -> RequestRelay:
-        """Register a relay for the record and return it. `grown` receives the record when it grows or ends."""
+        """Register a relay for the record and return it. `grown` is called with the record when it grows or ends."""
         relay = RequestRelay(record, self.fleet, self.limits, grown)
         self.relays[record.id] = relay
         self.groups.enter(record)

@@ -217,12 +217,12 @@ class RequestRelay:
             raise MoveRefused(f"the request may exceed {longest}")
 
     def _ends_early_on(self, target: EngineBackend) -> bool:
-        """Return whether the target's context limit might end the answer earlier than the current engine's."""
+        """Return whether the target's context limit might end the answer earlier than the current engine's limit."""
         here_tokens = float("inf") if self.backend is None else self.backend.context_limit_tokens
         return target.id in self._too_short() and target.context_limit_tokens < here_tokens
 
     def _too_short(self) -> frozenset[EngineId]:
-        """Return the engines whose context limit might end the answer earlier than another engine's."""
+        """Return the engines whose context limit might end the answer earlier than another engine's limit."""
         return self._fleet.too_short_for(self.record.prompt_tokens + (self.record.max_tokens or 0))
 
     def _check_movable(self) -> None:
@@ -412,8 +412,8 @@ class RequestRelay:
                 self.record.forget_answer()
 
     def _after_refusal(self, backend: EngineBackend, refusal: RequestRefused) -> None:
-        """Handle an engine's refusal. The request fails, unless a move brought it here, or it has already run elsewhere
-        and another engine may accept it."""
+        """Handle an engine's refusal. The request fails, unless a move brought it to this engine, or it has already run
+        on another engine and may be accepted elsewhere."""
         self._refused_by.add(backend.id)
         others = any(other.routed and other.id not in self._refused_by for other in self._fleet)
         if self._move is not None and self._move.target is backend:

@@ -35,7 +35,7 @@ _LOG_NAME = re.compile(r"(.+)\.log(?:\.\d+)?(?: \(deleted\))?")
 
 @dataclass(frozen=True, slots=True)
 class EngineRecord:
-    """The record of one engine. `spec` is as requested; the port in `url` may differ."""
+    """The record of one engine. `spec` is as requested; the port in `url` may differ from the port in `spec`."""
 
     spec: EngineSpec
     url: str

@@ -120,8 +120,8 @@ def _target_faults(wish: RedeployRequest, configurations: Mapping[ConfigurationI
 
 
 def _keepable(targets: Sequence[tuple[ConfigurationId, int]], standing: StandingEngine) -> list[EngineSpec]:
-    """Return the existing engines that match the targets, sorted by which to drop first if the other engines do not
-    fit."""
+    """Return the existing engines that match the targets. The engines to drop first, if the other engines do not fit,
+    come first."""
     untouched = {spec.engine for spec in standing.kept_anyway}
     there = [s for s in standing.serving if s.engine in standing.alive and s.engine not in untouched]
     by_configuration = {

@@ -1,4 +1,5 @@
-"""The record of every request: its body, every token generated so far, its engine and its history. Has no side effects.
+"""The record of every request: its body, every token generated so far, its engine and its history. This module performs
+no I/O.
 
 The record is the authoritative state of a request; engines and client connections may change. All output to the client
 is read from the record, so a request that changes engines shows no gap, no repetition and no reordering.

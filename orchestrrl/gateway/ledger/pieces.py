@@ -1,4 +1,5 @@
-"""Split answers into pieces to be stored on disk, and reassemble answers from stored pieces. Has no side effects.
+"""Split answers into pieces to be stored on disk, and reassemble answers from stored pieces. This module performs no
+I/O.
 
 A piece holds the growth of a record since the previous piece. Pieces are numbered. Piece 0 replaces all earlier pieces,
 and after a gap in the numbers, pieces are ignored until the next piece 0. If pieces are lost, the reassembled answer is

@@ -1,5 +1,5 @@
-"""One engine as seen by a gateway: its route, the requests on it, and whether it may accept more requests. Has no side
-effects."""
+"""One engine as seen by a gateway: its route, the requests on it, and whether it may accept more requests. This module
+performs no I/O."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -64,7 +64,7 @@ class EngineBackend(EngineLoad):
 
     @property
     def context_limit_tokens(self) -> float:
-        """The most tokens of one request, prompt and answer; inf if unknown."""
+        """The maximum number of tokens of one request, prompt plus answer; infinite if unknown."""
         known = None if self.capabilities is None else self.capabilities.max_model_len_tokens
         return float("inf") if known is None else known
 

@@ -1,4 +1,4 @@
-"""The queue of requests that wait in the gateway for an engine with room. Has no side effects.
+"""The queue of requests that wait in the gateway for an engine with room. This module performs no I/O.
 
 Requests that have been on an engine before (cut, moved, or their engine failed) precede new requests. Both kinds of
 requests are served in the order of arrival. A request that may not go to any of the engines with room is skipped.

@@ -1,4 +1,5 @@
-"""Scrape one engine: its load, health and decode rate at each interval, its capabilities whenever it (re)starts."""
+"""Scrape one engine: its load, health and decode rate at each interval, and its capabilities whenever it starts or
+restarts."""
 
 import asyncio
 import logging

@@ -149,7 +149,7 @@ def prefilled_between(earlier: EngineSample, later: EngineSample) -> ObservedPre
 
 
 class ConfigurationEstimate:
-    """One configuration: its initial profile, the present estimate, and the samples behind it.
+    """The cost estimate of one configuration: its initial profile, the present estimate, and the samples behind it.
 
     `date` returns the day of a re-fit, ISO 8601. `rebuilt_tokens` maps a context to the number of prompt tokens that
     take as long to prefill. For an assumed configuration without a prior only the shape of its step times is valid
@@ -164,8 +164,8 @@ class ConfigurationEstimate:
         written: Configuration | None = None,
         assumed: AssumedProfile | None = None,
     ) -> None:
-        """`written` is the entry of the configuration file, exact to the last digit. `assumed` is None if it is
-        configured."""
+        """`written` is the configuration as written in the configuration file, without rounding. `assumed` is None for
+        a configured configuration."""
         self.given = self.profile = given  # the initial profile; the present estimate
         self.assumed = assumed
         self.scaled = assumed is None or bool(assumed.prior)

@@ -252,9 +252,9 @@ class PauseBarrier:
         reason: str = "",
         weights_source: str = "",
     ) -> PauseState:
-        """Open the barrier. Raises ProblemFaults for unknown engines, Permanent if the lease has ended. An identical
-        repeat returns the same state. A gateway that does not answer opens later and is named in the release's detail.
-        """
+        """Open the barrier. Raises ProblemFaults if an engine is unknown, Permanent if the lease has ended. A repeated
+        identical call returns the same state. A gateway that does not answer opens later and is named in the release's
+        detail."""
         state, engines = self.state, self._engines()
         if faults := _engine_faults("without_engine_ids", without, engines):
             raise ProblemFaults(faults)
@@ -407,7 +407,7 @@ class PauseBarrier:
         return self._orders.close(node, lease, quiet_by_s, engines_run=running)
 
     def _rest(self, results: Iterable[OperationResult | None]) -> None:
-        """Record the result of each engine. An engine is at rest only if every gateway reports it so."""
+        """Record the result of each engine. An engine is at rest only if every gateway reports it at rest."""
         for item in (item for result in results if result is not None for item in result.items):
             known = self._rests.get(EngineId(item.id))
             if known is None or known.done:

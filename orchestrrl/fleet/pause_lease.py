@@ -141,7 +141,7 @@ class PauseState:
 
         `engines` are all engines of the fleet. `policy_version` is the version of all engines except `without`. If it
         is None, no engine received other weights, and engines that were left out before remain so. `weights_source` is
-        where the engines' present weights are, with or without a new version.
+        the location of the engines' present weights, with or without a new version.
         """
         lease = self.require_lease(lease_id)
         before = self.left_out if policy_version is None else ()

@@ -171,7 +171,7 @@ class FleetPause(Description[PauseStep]):
         return ""
 
     async def observe(self) -> None:
-        """Do nothing: the state of the pause barrier is the daemon's own."""
+        """Do nothing, since the daemon itself holds the state of the pause barrier."""
 
     def back(self, records: Sequence[StepEntry]) -> Sequence[Stage[PauseStep]]:
         return (((PauseStep(1, PauseStepKind.OPEN),),),)

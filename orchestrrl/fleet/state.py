@@ -139,7 +139,8 @@ class FleetState:
         capacity: LimitSettings | None = None,
         host: str = "",
     ) -> None:
-        """`host` is the host of loopback addresses in the configuration, as addresses.host_id returns it."""
+        """`host` is the host to which loopback addresses in the configuration refer, as returned by
+        addresses.host_id."""
         self._capacity = capacity or LimitSettings()
         self._facts = {fact.id: fact for fact in facts}
         self._host = host
@@ -406,7 +407,7 @@ class FleetState:
     def _meant(
         self, gateway: NodeId, engines: Iterable[EngineId], own: Iterable[GatewayEngine] = ()
     ) -> frozenset[EngineId]:
-        """Return the engines that a gateway refers to by these ids."""
+        """Return the engines to which these ids of a gateway refer."""
         names = {*engines, *(engine.known_as or engine.engine for engine in own)}
         return frozenset(self._names.engine(gateway, name) for name in names)
 
@@ -502,7 +503,8 @@ class FleetState:
         return None
 
     def own_name(self, request: RequestId, engine: EngineId) -> EngineId:
-        """Return the id that the request's gateway uses for the engine; `engine` if they are equal."""
+        """Return the id that the request's gateway uses for the engine, which is `engine` itself unless the gateway
+        uses an alias."""
         gateway = self.gateway_of(request)
         if gateway is None or gateway not in self._names.of:
             return engine

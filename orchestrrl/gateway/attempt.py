@@ -249,7 +249,8 @@ def _count(usage: Mapping[str, Any], name: str, otherwise: int) -> int:
 
 
 def _whole_field(backend: EngineBackend) -> str:
-    """Return the field that the engine's non-streamed answers have and its streams lack, or "" if none is known."""
+    """Return the name of a field that the engine's non-streamed answers have and its streams lack, or "" if none is
+    known."""
     if backend.capabilities is not None and backend.capabilities.routed_experts:
         return "routed_experts"
     return backend.whole_field

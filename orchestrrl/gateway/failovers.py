@@ -33,7 +33,8 @@ class FailoverCounter:
             del self._unacknowledged[next(iter(self._unacknowledged))]
 
     def report(self, sequence: int) -> tuple[EngineFailovers, ...]:
-        """Return the unacknowledged counts, for the report with this sequence number. Numbers must increase by one."""
+        """Return the unacknowledged counts, for the report with this sequence number. Sequence numbers must increase by
+        one."""
         self._reported = sequence
         return tuple(self._unacknowledged.values())
 

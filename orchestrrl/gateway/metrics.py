@@ -1,4 +1,4 @@
-"""Prometheus metrics of a gateway. They are computed at each scrape, so requests bear no cost."""
+"""Prometheus metrics of a gateway. The metrics are computed at each scrape, so that they add no cost to requests."""
 
 from collections import Counter
 from collections.abc import Iterator

@@ -308,7 +308,8 @@ class GatewayPause:
             self.stale_total[OnStale.ABORT] += 1
 
     def learn(self, newest: int | None) -> None:
-        """Adopt the daemon's policy version of the fleet. A gateway may have missed the opening of the barrier."""
+        """Set the fleet's policy version to the daemon's, because this gateway may have missed the opening of the
+        barrier."""
         if newest is None or newest == self._fleet.policy_version:
             return
         self._fleet.policy_version = newest

@@ -194,14 +194,14 @@ class RequestRelay:
 
     @property
     def _computed_tokens(self) -> int:
-        """The context that the current engine has computed, in tokens."""
+        """The number of context tokens that the current engine has computed."""
         return self.record.context_tokens if self.record.state is RequestState.RUNNING else 0
 
     def _await(self, engine: EngineId, hold_s: float) -> None:
         self._awaited = AwaitedEvent(engine, self._clock.now_s() + hold_s, engine in self._fleet.expected)
 
     def _interrupt(self) -> None:
-        """Make the task that waits for an engine search again."""
+        """Make the task that waits for an engine restart its search."""
         if self._seeker is not None:
             self._interruptions += 1
             self._seeker.cancel()
@@ -423,7 +423,8 @@ class RequestRelay:
             self.record.fail(RequestFailure(refusal.status, refusal.body), self._clock.now_s())
 
     def _after_failure(self, backend: EngineBackend, error: OrchestrRLError) -> None:
-        """Mark an engine that was unreachable or broke off as suspected dead, and schedule the next attempt."""
+        """Mark an engine that was unreachable or broke off its answer as suspected dead, and schedule the next
+        attempt."""
         self._fleet.suspect(backend, str(error))
         if self._move is not None and self._move.target is backend:
             self._back_to = self._move.source

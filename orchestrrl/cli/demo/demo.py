@@ -73,8 +73,8 @@ def demo(
 
 
 def _demo(scenario: "DemoScenario", engine: str, seeds: list[int], out: Path) -> Output:
-    """Run the comparison and the weight sync. The output fails if a request was lost, a response differs, or an engine
-    has no new weights."""
+    """Run the comparison and the weight sync. The returned output is a failure if a request was lost, a response
+    differs, or an engine lacks the new weights."""
     from orchestrrl.lab.demo.report import as_json, draw
     from orchestrrl.lab.demo.run import run_demo
 
@@ -87,8 +87,8 @@ def _demo(scenario: "DemoScenario", engine: str, seeds: list[int], out: Path) ->
 
 
 def _demo_sync(scenario: "DemoScenario", engine: str, out: Path) -> Output:
-    """Run the weight sync alone. The output fails if an engine lacks the new weights or a token is of the wrong
-    version."""
+    """Run only the weight sync. The returned output is a failure if an engine lacks the new weights or a token is of
+    the wrong version."""
     from orchestrrl.lab.demo.report import sync_json
     from orchestrrl.lab.demo.run import run_sync_demo
 

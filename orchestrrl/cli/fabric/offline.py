@@ -251,7 +251,8 @@ def fabric_transition(file: ProblemFile) -> Output:
 def _transition_json(problem: "TransitionProblem", found: "Transition") -> dict[str, Any]:
     """Return the stages, the dark pairs as objects `{"a", "b"}`, and the thin endpoints.
 
-    `points` lists, for each point of the transition, the total of circuits and the endpoint with the smallest share.
+    `points` lists, for each point of the transition, the total number of circuits and the endpoint with the smallest
+    share.
     """
     from planner.fabric.transition import circuits_up
 
@@ -297,7 +298,7 @@ def _number(count: int, what: str) -> str:
 
 
 def _escaped(names: Iterable[str]) -> str:
-    """Join names with rich markup escaped, or return `none`."""
+    """Join names with rich markup escaped; return `none` if there are no names."""
     from rich.markup import escape  # imported here: --json does not need it
 
     return escape(", ".join(names)) or "none"

@@ -153,7 +153,7 @@ def _view(summary: "SlackSummary") -> View:
 
 
 def _bars(halves: dict[int, int]) -> list[str]:
-    """Return a bar chart with half a power of ten per line."""
+    """Return a bar chart as lines of text, each of which covers half a power of ten."""
     from planner.fabric.slack import edge_s
 
     most = max(halves.values())

@@ -145,7 +145,8 @@ async def _workers(client: ControlClient) -> list[dict[str, Any]]:
 
 
 async def _until_empty(client: ControlClient, worker: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Wait until the gateways report no requests on the engine, or the engine is removed. Return its last state."""
+    """Wait until the gateways report no requests on the engine, or the engine is removed. Return the engine's last
+    state."""
     import asyncio
 
     engine = worker["engine_id"]

@@ -273,13 +273,14 @@ def _staged_table(
 
 
 def picture(report: dict[str, Any]) -> RenderableType:
-    """Return the picture for a terminal, redrawn while the redeployment runs."""
+    """Return the state of the redeployment as a picture for a terminal, which is redrawn while the redeployment
+    runs."""
     last = progress(report) if report["state"] == "running" else "\n".join(outcome(report))
     return Group(Text.from_markup(begun(report)), taken_table(report, time.time()), Text.from_markup(last))
 
 
 def news(before: dict[str, Any] | None, report: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for a pipe on each change since the report `before`."""
+    """Yield a line of plain text for each change since the report `before`."""
     states = {} if before is None else {group.name: group.state for group in together(before)}
     if before is None:
         yield begun(report)

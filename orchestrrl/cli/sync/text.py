@@ -112,7 +112,7 @@ def outcome(report: SyncReport) -> str:
 
 
 def news(before: SyncReport | None, report: SyncReport) -> Iterator[str]:
-    """Yield a line for a pipe on each change since the report `before`."""
+    """Yield a line of plain text for each change since the report `before`."""
     if report.over:
         yield outcome(report)
         return
@@ -124,7 +124,7 @@ def news(before: SyncReport | None, report: SyncReport) -> Iterator[str]:
 
 
 def picture(report: SyncReport) -> Text:
-    """Return the picture for a terminal, redrawn while the sync runs."""
+    """Return the state of the sync as a picture for a terminal, which is redrawn while the sync runs."""
     return Text.from_markup("\n".join(standing(report, time.time())), overflow="fold")
 
 

@@ -83,8 +83,8 @@ class RayOptions(Section):
 
 
 class RayDeployer(FixedGpusDeployer):
-    """Deploys one fleet's engines in a Ray cluster. Raises ProblemFaults for invalid options, Permanent if Ray is
-    missing."""
+    """Deploys one fleet's engines in a Ray cluster. The constructor raises ProblemFaults if options are invalid,
+    Permanent if Ray is not installed."""
 
     keeps_gpus = "Ray assigns them to the engine's actor for its lifetime"
 
@@ -264,7 +264,7 @@ class RayDriver:
         return await self._exchange(name, limit_s, arguments)
 
     async def close(self) -> None:
-        """End the driver process; Ray's actors continue."""
+        """End the driver process. Ray's actors continue to run."""
         process, self._process = self._process, None
         reader, self._reader = self._reader, None
         if process is not None:

@@ -189,7 +189,8 @@ class HttpConnection(asyncio.Protocol):
             self._transport.close()
 
     def _cut(self, task: "asyncio.Task[None]") -> None:
-        """Cancel the task once. A second cancellation would interrupt the cleanup after the first."""
+        """Cancel the task, unless it was already cancelled: a second cancellation would interrupt the cleanup after the
+        first."""
         if not task.cancelling():
             task.cancel()
 

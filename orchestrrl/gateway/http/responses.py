@@ -67,7 +67,8 @@ class ResponseForm:
         return f"{'chatcmpl' if self.chat else 'cmpl'}-{self.request_id}"
 
     def head(self, chat_object: str) -> dict[str, Any]:
-        """Return the fields before the choices. `chat_object` is the value of `object` for the chat endpoint."""
+        """Return the fields of a response that precede the choices. `chat_object` is the value of `object` for the chat
+        endpoint."""
         return {
             "id": self.answer_id,
             "object": chat_object if self.chat else "text_completion",
@@ -137,14 +138,14 @@ def _choices(form: ResponseForm, records: Sequence[RequestRecord]) -> list[dict[
 
 
 def _engine_fields(record: RequestRecord) -> Mapping[str, Any]:
-    """Return the engine's additional fields of the whole answer."""
+    """Return the additional fields that the engine returned for the whole answer."""
     if record.relayed_answer is None:
         return record.answer_fields
     return {name: value for name, value in record.relayed_answer.items() if name not in _WRITTEN_FIELDS}
 
 
 def _common_fields(records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Return the engines' additional fields that are equal in all answers."""
+    """Return the additional fields from the engines that are equal in all answers."""
     first, *others = [_engine_fields(record) for record in records]
     return {
         name: value

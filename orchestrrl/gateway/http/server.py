@@ -301,7 +301,7 @@ def _target(request: HttpRequest) -> tuple[str, str]:
 
 
 def _asked(request: HttpRequest) -> str:
-    """Return the method and path for messages, without the URL's query and login, which may be secrets."""
+    """Return the method and path for log messages, without the URL's query and login, which may be secrets."""
     with suppress(HttpRefusal):
         return f"{request.method} {cut(_target(request)[0], 100)}"
     return request.method

@@ -404,7 +404,7 @@ class Ledger:
         return self._in_flight.get(request_id)
 
     def add(self, *records: RequestRecord) -> None:
-        """Add all records. Raises DuplicateRequest, and adds none, if one of the ids is already in flight."""
+        """Add all records. Raises DuplicateRequest, and adds no record, if one of the ids is already in flight."""
         for record in records:
             if record.id in self._in_flight:
                 raise DuplicateRequest(f"request {record.id!r} is already in flight")

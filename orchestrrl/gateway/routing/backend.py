@@ -87,7 +87,7 @@ class EngineBackend(EngineLoad):
         self.tying_field = self.whole_field = ""
 
     def follow(self, route: EngineRoute) -> None:
-        """Apply the daemon's newer route of this engine."""
+        """Apply a newer route of this engine, received from the daemon."""
         if route.health is EngineHealth.GONE and self.route.health is not EngineHealth.GONE:
             self.suspect_because = self.suspect_because or "the daemon reports it as gone"
         self.route = route

@@ -1,4 +1,4 @@
-"""Emulated optical switches with the vendors' protocols, and one that serves the gRPC service `OcsDriver`."""
+"""Emulated optical switches with the vendors' protocols, and an emulator that serves the gRPC service `OcsDriver`."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""Run tasks in parallel, each in its own process on this machine. A crash affects only its task, and all processes end
-with their parent."""
+"""Run tasks in parallel, each in its own process on this machine. A crash affects only the task of the crashed process,
+and all processes end when their parent ends."""
 
 import multiprocessing
 import os
@@ -59,7 +59,8 @@ def _run(work: Callable[[Any], Any], task: object, pipe: Connection) -> None:
 
 
 def _end_with_parent() -> None:
-    """Exit when the parent ends, even if it was killed, or interrupted before it recorded this process."""
+    """Exit when the parent process ends, even if the parent was killed, or interrupted before it recorded this
+    process."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -1,4 +1,5 @@
-"""The plan of a site in a box: namespaces, addresses, and the two ends of each fibre. Pure.
+"""The plan of a site in a box: namespaces, addresses, and the two ends of each fibre. The functions have no side
+effects.
 
 ToR n is the namespace `t<n>` with the address 198.18.x.y and its hosts in 10.x.y.0/24. Host n is `h<n>`, switch n is
 `o<n>`. A ToR's fibres are `swp1`, `swp2`, ... in the order of the site file.

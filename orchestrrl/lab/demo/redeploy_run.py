@@ -180,7 +180,8 @@ async def _redeployments(control: ControlClient) -> list[dict[str, Any]]:
 def resumption(
     report: Mapping[str, Any], plan: Mapping[str, Any], snapshots: Sequence[FlightSnapshot]
 ) -> Resumption | None:
-    """Return the resumption of held requests as observed in snapshots, or None if none was observed. Pure."""
+    """Return the resumption of held requests as observed in snapshots, or None if none was observed. The function has
+    no side effects."""
     admitted = [step["began_unix_s"] + step["elapsed_s"] for step in report["steps"] if step["kind"] == "admit"]
     fenced = [step["began_unix_s"] for step in report["steps"] if step["kind"] == "fence"]
     if not admitted or not fenced:

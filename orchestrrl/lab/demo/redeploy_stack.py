@@ -189,7 +189,8 @@ async def fabric_now(control: ControlClient, site: Site) -> ObservedFabric:
 
 def followed(redeployment: Mapping[str, Any], fabric: ObservedFabric) -> dict[str, Any] | None:
     """Return the change of circuits announced in the step `admit` of a redeployment, as in the report, or None.
-    `switches_wall_s` is the time from each command until its circuits were usable, summed over commands. Pure."""
+    `switches_wall_s` is the time from each command until its circuits were usable, summed over commands. The function
+    has no side effects."""
     for step in redeployment["steps"]:
         if step["kind"] != "admit" or step["began_unix_s"] is None:
             continue

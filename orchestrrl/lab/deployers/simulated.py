@@ -13,7 +13,7 @@ from planner.model import ConfigurationId, EngineId
 
 class SimulatedDeployer(FixedGpusDeployer):
     """Deploys simulated engines on the GPUs of one fleet. `started` is called for each engine that becomes ready,
-    `stopped` for each one that ends."""
+    `stopped` for each engine that ends."""
 
     keeps_gpus = "simulated engines neither sleep nor scale"
 
@@ -71,12 +71,12 @@ class SimulatedDeployer(FixedGpusDeployer):
         return deployed
 
     def fail(self, engine: EngineId, detail: str) -> None:
-        """End an engine as by a crash. Its GPUs stay reserved until it is stopped."""
+        """End an engine as a crash would. The engine's GPUs stay reserved until it is stopped."""
         self._engines[engine] = replace(self._engines[engine], life=EngineLife.ENDED, detail=detail)
         self._end(engine)
 
     def remove(self, engine: EngineId) -> None:
-        """Remove an engine as by a stop, or by a crash with clean-up. Its GPUs are free immediately."""
+        """Remove an engine as a stop, or a crash with clean-up, would. The engine's GPUs are free immediately."""
         held = self._engines.pop(engine, None)
         if held is not None and held.life is EngineLife.ALIVE:
             self._end(engine)

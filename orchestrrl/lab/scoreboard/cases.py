@@ -1,6 +1,6 @@
 """Build the clusters of the paper's sections 6 and 7 as scenarios, and measure their stages on a fabric.
 
-Unlike `orchestrrl sim run`, part of TP's communication is hidden.
+Unlike in `orchestrrl sim run`, part of the tensor-parallel communication is hidden.
 """
 
 from collections.abc import Callable, Sequence
@@ -149,8 +149,8 @@ def stages_of(scenario: ClusterScenario, kind: str, **options: object) -> Fabric
 
 
 def measured(stages: FabricStages, arm: str = "verl_to", seed: int = 1) -> SteadyStep:
-    """Measure a loop that repeats the scenario's last generation step. Each step begins as many samples as it ends,
-    even if the original step ended more (partial rollout finishes samples of the previous step)."""
+    """Measure a loop that repeats the scenario's last generation step. Each step finishes as many samples as it begins,
+    even if the original step finished more (partial rollout also finishes samples of the previous step)."""
     times = ArmTimes(stages, arm, seed)
     gen, sync = times.healthy[-1], times.sync_stage(SimulatedFailures())
     job = times.job(gen.samples)
@@ -160,8 +160,8 @@ def measured(stages: FabricStages, arm: str = "verl_to", seed: int = 1) -> Stead
 
 
 def retrained(found: SteadyStep, stages: FabricStages) -> SteadyStep:
-    """Return the step with the training of `stages`, which has other GPUs or optimiser steps. Generation and sync are
-    unchanged, and the sync runs alone on the network."""
+    """Return `step` with its training replaced by that of `stages`, which may use other GPUs or optimiser steps.
+    Generation and sync are unchanged, and the sync runs alone on the network."""
     job = replace(found.job, layout=stages.scenario.train_layout)
     train = stages.training(SimulatedFailures(), job)
     rate = _samples_per_s(stages.scenario, found.gen, train, found.sync)
@@ -173,7 +173,7 @@ Syncing = Callable[[int, float, tuple[FabricStage, ...]], SyncTime]  # version, 
 
 @dataclass(frozen=True, slots=True)
 class _Beside(FixedTimes):
-    """Fixed times, except that the time of a sync depends on the concurrent stages."""
+    """Stage times that are fixed, except that the time of a sync depends on the concurrent stages."""
 
     syncing: Syncing
 
@@ -184,7 +184,8 @@ class _Beside(FixedTimes):
 def _samples_per_s(
     scenario: ClusterScenario, gen: GenStage, train: TrainStage, sync: SyncStage, syncing: Syncing | None = None
 ) -> float:
-    """Return the steady throughput. `syncing` None: the time of a sync does not depend on concurrent stages."""
+    """Return the steady throughput in samples per second. If `syncing` is None, the time of a sync does not depend on
+    concurrent stages."""
     alike = [gen.seconds] * LOOPED, [train.seconds] * LOOPED, [sync.seconds] * LOOPED
     steady = FixedTimes(*alike) if syncing is None else _Beside(*alike, syncing)
     batches = [SampleBatch(gen.samples, gen.samples)] * LOOPED

@@ -1,5 +1,5 @@
-"""The claims of the OrchestrRL paper (arXiv 2601.01209v2), figure by figure, and the rows that compare them with our
-results.
+"""The claims of the OrchestrRL paper (arXiv 2601.01209v2), figure by figure, and the rows that compare these claims
+with our results.
 
 Each claim has a unique name. A test compares the claims with the figures transcribed from the paper.
 """
@@ -37,7 +37,8 @@ class PaperClaim:
         return cls(-inf, value)
 
     def difference(self, ours: float) -> float:
-        """Return the difference relative to the nearer end of the range; 0 inside it."""
+        """Return the difference of `ours` from the nearer end of the range, relative to that end; 0 inside the
+        range."""
         if self.low <= ours <= self.high:
             return 0.0
         end = self.low if ours < self.low else self.high
@@ -46,9 +47,9 @@ class PaperClaim:
 
 @dataclass(frozen=True, slots=True)
 class ScoreboardRow:
-    """A row of the scoreboard. `paper` None: the paper has no such figure. `why` is the reason for a difference over
-    FAR, or an explanation of a row without a figure in the paper; otherwise empty. `claim` is a key of CLAIMS. `given`:
-    `ours` is an input and is not compared."""
+    """A row of the scoreboard. `paper` is None if the paper has no such figure. `why` is the reason for a difference
+    over FAR, or an explanation of a row without a figure in the paper; otherwise empty. `claim` is a key of CLAIMS.
+    `given` means that `ours` is an input and is not compared."""
 
     figure: str  # e.g. "Figure 13", "Table 4", "Beyond"
     what: str  # e.g. "throughput of TopoOpt over fat tree, Qwen2.5-72B on 1,024 GPUs"
@@ -81,7 +82,7 @@ class Constant(Generic[Value]):
 @dataclass(frozen=True, slots=True)
 class ScoreboardPart:
     """A part of the scoreboard. `make(quick)` returns its rows; a quick run has fewer seeds, sizes and steps. The
-    attribute `quick` describes the reduction, for the table."""
+    attribute `quick` describes the reduction."""
 
     id: str
     title: str
@@ -100,12 +101,12 @@ def compared(figure: str, what: str, claim: str, ours: float, why: str = UNKNOWN
 
 
 def beyond(what: str, ours: float, unit: str = "x", why: str = "", figure: str = "Beyond") -> ScoreboardRow:
-    """Return a row without a figure in the paper. `why` explains it."""
+    """Return a row that has no figure in the paper. `why` explains the row."""
     return ScoreboardRow(figure, what, None, ours, unit, why)
 
 
 def put_in(figure: str, what: str, claim: str, ours: float, why: str, unit: str = "x") -> ScoreboardRow:
-    """Return a row whose value is an input."""
+    """Return a row whose value is an input of the simulation and is not compared."""
     return ScoreboardRow(figure, what, CLAIMS[claim], ours, unit, why, claim, given=True)
 
 

@@ -143,5 +143,5 @@ ELSEWHERE: Mapping[str, str] = {
 
 
 def every() -> list[Constant[Any]]:
-    """Return all constants of this file, in its order."""
+    """Return all constants of this file, in the order of their definition."""
     return [value for value in globals().values() if isinstance(value, Constant)]

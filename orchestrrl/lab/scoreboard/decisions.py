@@ -38,8 +38,8 @@ Shares = NDArray[np.float64]  # [client or step, bin]
 
 
 def mean_errors(clients: Shares, requests: int, seeds: int) -> dict[str, float]:
-    """Forecast series of steps, one step ahead. Return mean errors over seeds and scored steps: of each method, of the
-    `chosen` method, and of both reference values, `two_samples` and `truth`."""
+    """Forecast series of steps, one step ahead. Return the mean error over seeds and scored steps by name: each method,
+    `chosen` for the method that the planner chooses, and the reference values `two_samples` and `truth`."""
     errors: dict[str, list[float]] = defaultdict(list)
     for seed in range(seeds):
         rng = np.random.default_rng(seed)
@@ -58,7 +58,8 @@ def mean_errors(clients: Shares, requests: int, seeds: int) -> dict[str, float]:
 
 
 def drifting(clients: Shares, rng: np.random.Generator) -> Shares:
-    """Return the mixture of each step, [step, bin]. Each client's weight is log-normal and drifts to its reciprocal."""
+    """Return the mixture of each step, as an array indexed by [step, bin]. Each client's weight is log-normal and
+    drifts to its reciprocal."""
     along, across = rng.normal(size=(2, len(clients)))
     angle = np.pi * np.arange(STEPS) / (STEPS - 1)
     weights = np.exp(np.outer(np.cos(angle), along) + np.outer(np.sin(angle), across))
@@ -68,7 +69,8 @@ def drifting(clients: Shares, rng: np.random.Generator) -> Shares:
 
 @cache
 def client_shares() -> tuple[Shares, str]:
-    """Return each client's mean distribution of output lengths, [client, bin], and a description of the source."""
+    """Return each client's mean distribution of output lengths, indexed by [client, bin], and a description of the
+    source."""
     if not HISTOGRAMS.exists():
         return _fitted_shares(), f"{len(FITTED)} fitted clients ({HISTOGRAMS.name} is missing)"
     windows: dict[tuple[int, int], Shares] = defaultdict(lambda: np.zeros(BINS))

@@ -1,8 +1,8 @@
 """Reproduce figures 5 and 9 to 11 and section 2: gains of planning and balancing, windows between collectives, phase
 times, and the case study's engine change.
 
-The paper's engine is fitted to section 2.1's six phase times (planner/cost/paper.py). Each of them is therefore
-predicted by a fit of the four parameters to the other five.
+The paper's engine is fitted to section 2.1's six phase times (planner/cost/paper.py). Each phase time is therefore
+predicted by a fit of the engine's four parameters to the other five phase times.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +48,7 @@ def on_testbed(
     requests: int = given.BATCH.value,
     **more: Any,
 ) -> FabricStages:
-    """Return a job on the paper's testbed with two steps; the second is measured. `more` are fields of Case."""
+    """Return a job on the paper's testbed with two steps; the second is measured. `more` are further fields of Case."""
     gpus = MODELS[model]
     prompts = requests // given.SAMPLES.value
     case = Case(model, gpus, gpus, prompts, max_tokens, layouts, steps=2, **more)
@@ -63,7 +63,7 @@ def rates(stages: FabricStages, arms: Sequence[str], seeds: Sequence[int]) -> Ra
 
 
 def gain(found: Sequence[float], base: Sequence[float]) -> float:
-    """Return the relative throughput, median over seeds."""
+    """Return the ratio of throughput `found` to throughput `base`, as the median over seeds."""
     return median(ours / theirs for ours, theirs in zip(found, base, strict=True))
 
 
@@ -105,8 +105,8 @@ def _why(stages: FabricStages) -> str:
 
 
 def workload(quick: bool) -> Iterator[ScoreboardRow]:
-    """Reproduce section 2: 72 GPUs, TP=8 engines, round-robin prompts. The paper states neither whether its batch of
-    512 counts prompts or answers, nor the maximum length of answers."""
+    """Reproduce section 2 of the paper: 72 GPUs, TP=8 engines, round-robin prompts. The paper states neither whether
+    its batch of 512 counts prompts or answers, nor the maximum length of answers."""
     batch, each = given.BATCH.value, given.SAMPLES.value
     for prompts, of in ((batch // each, f"{batch} answers"), (batch, f"{batch} prompts")):
         found = measured(section_2(prompts, given.MAX_TOKENS.value[0]))
@@ -143,7 +143,7 @@ COLLECTIVES_OF_A_LAYER = 2  # TP collectives per layer in a decode iteration
 
 
 def slack(quick: bool) -> list[ScoreboardRow]:
-    """Reproduce figure 5 with section 2's job: Qwen2.5-14B on 72 GPUs."""
+    """Reproduce figure 5 with the job of section 2: Qwen2.5-14B on 72 GPUs."""
     _, gen_gpus = given.WORKLOAD_GPUS.value
     stages = section_2(given.BATCH.value // given.SAMPLES.value, given.MAX_TOKENS.value[0])
     found = measured(stages)
@@ -223,7 +223,7 @@ def case_study(quick: bool) -> list[ScoreboardRow]:
 
 
 def _change(requests: int) -> tuple[list[int], EngineKind, float]:
-    """Return the tokens of each remaining request, their new engine kind, and the seconds to recompute their KV."""
+    """Return the context tokens of each remaining request, the new engine kind, and the seconds to recompute the KV."""
     stages = on_testbed("qwen2.5-14b", given.MAX_TOKENS.value[-1], requests=requests)
     profile = stages.ready(SimulatedFailures()).profile
     kinds = {str(each.id): EngineKind(each) for each in profile.configurations}
@@ -233,7 +233,7 @@ def _change(requests: int) -> tuple[list[int], EngineKind, float]:
 
 
 def _left(stages: FabricStages, kind: EngineKind) -> list[int]:
-    """Return the tokens of each running request at the time of the change."""
+    """Return the context tokens of each running request at the time of the engine change."""
     requests = steps_of(stages.ready(SimulatedFailures()).scenario(1), 1)[0]
     held = []
     for some in dealt(requests, GPUS // kind.gpus):
@@ -246,7 +246,7 @@ def _left(stages: FabricStages, kind: EngineKind) -> list[int]:
 
 
 def _recompute_s(contexts: Sequence[int], kind: EngineKind, moves: MoveCosts) -> float:
-    """Return the seconds until all requests are recomputed, assigned largest first to the least loaded engine."""
+    """Return the seconds to recompute all requests, which are assigned to the least loaded engine, largest first."""
     tokens, rebuilt = np.array(sorted(contexts, reverse=True), np.float64), moves.rebuilt_tokens()
     seconds = (tokens if rebuilt is None else rebuilt.over(tokens)) / kind.profile.prefill_tokens_per_s
     loads_s = np.zeros(GPUS // kind.gpus)

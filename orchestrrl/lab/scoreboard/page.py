@@ -1,4 +1,5 @@
-"""Render the scoreboard as a Markdown page: every row with its reason, every constant with its source. Pure."""
+"""Render the scoreboard as a Markdown page: every row with its reason, every constant with its source. The functions
+have no side effects."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256

@@ -1,7 +1,8 @@
-"""Make all figures of the scoreboard, in the table's order; also list the paper's figures that cannot be reproduced.
+"""Make all figures of the scoreboard, in the order of the table, and list the paper's figures that cannot be
+reproduced.
 
-Figures are made in parallel by local processes. The rows of each are kept in a file of a folder, so that an interrupted
-run continues. A file is valid as long as the code and the options are the same.
+Figures are made in parallel by local processes. The rows of each figure are stored in a file, so that an interrupted
+run can continue. A file is valid as long as the code and the options are the same.
 """
 
 import json
@@ -80,7 +81,7 @@ NOT_HERE: Mapping[str, str] = {
 
 def chosen(wanted: Sequence[str]) -> list[ScoreboardPart]:
     """Return the chosen figures, or all if none is named. A number such as `13` selects all parts of that figure.
-    Raises ProblemFaults."""
+    Raises ProblemFaults if a name is unknown."""
     known = list(dict.fromkeys(name for figure in FIGURES for name in _names(figure)))
     names = chosen_names(wanted, known, "--figures")
     return [figure for figure in FIGURES if any(name in names for name in _names(figure))]
@@ -92,7 +93,7 @@ def _names(figure: ScoreboardPart) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The rows of a figure, and the seconds to make them."""
+    """The rows of a figure, and the time in seconds to make the rows."""
 
     id: str
     title: str
@@ -130,7 +131,8 @@ def write(folder: Path, made: Made, quick: bool, code: str) -> None:
 
 
 def read(folder: Path, id: str, quick: bool, code: str) -> Made | None:
-    """Read a figure's file. Return None if it does not exist, is invalid, or comes from other code."""
+    """Read a figure's file. Return None if it does not exist, is invalid, or was written by another version of the
+    code."""
     try:
         document = json.loads(path_of(folder, id, quick).read_text(encoding="utf-8"))
         return _MADE.validate_python(document) if document["code"] == code else None
@@ -158,7 +160,8 @@ LONGEST_FIRST = ("17", "13-moe", "9", "16", "additions", "10", "18", "13-dense",
 def make(
     figures: Sequence[ScoreboardPart], quick: bool, folder: Path, report: Report, *, processes: int | None = None
 ) -> list[Made]:
-    """Make the figures and return them in order. Raises Permanent if a process dies; finished figures are kept."""
+    """Make the figures and return them in the order of `figures`. Raises Permanent if a process dies; finished figures
+    are kept."""
     code = code_digest()
     found = {figure.id: made for figure in figures if (made := read(folder, figure.id, quick, code)) is not None}
     missing = [figure.id for figure in figures if figure.id not in found]

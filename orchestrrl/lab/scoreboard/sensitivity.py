@@ -1,5 +1,6 @@
-"""Reproduce section 7.2.5 (appendix I): the cost of reconfiguration delays, and circuits by traffic against an even
-split. Beyond the paper: mixed fleets, weight sync, failures, and the gain of each of OrchestrRL's additions."""
+"""Reproduce section 7.2.5 (appendix I): the cost of reconfiguration delays, and circuits allocated by traffic against
+an even split. Also measure what the paper does not: mixed fleets, weight sync, failures, and the gain of each of
+OrchestrRL's additions."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -41,7 +42,7 @@ TORS = {"rail-aligned ToRs": None, "ToRs of 4 servers": 4}
 
 
 def delays(quick: bool) -> Iterator[ScoreboardRow]:
-    """Compare reconfiguration delays at the smallest scale."""
+    """Compare training and weight sync times under several reconfiguration delays at the smallest scale."""
     for model in ("qwen2.5-72b",) if quick else tuple(MODELS):
         gpus = given.SCALES.value[0]
         scenario = cases.at_scale(model, DELAYS_GPUS[model], gpus, MODELS[model]).scenario(["rfabric"])
@@ -63,7 +64,8 @@ def _stage_s(stages: FabricStages) -> tuple[float, float]:
 
 
 def allocation(quick: bool) -> Iterator[ScoreboardRow]:
-    """Compare circuits by traffic with circuits even over all ToR pairs, and even over the sending pairs."""
+    """Compare circuits allocated by traffic with circuits spread evenly over all ToR pairs, and over the sending ToR
+    pairs."""
     for model in MODELS:
         for tors, servers_per_tor in TORS.items():
             for kind, times_s in _by_allocation(model, servers_per_tor).items():
@@ -77,8 +79,8 @@ def allocation(quick: bool) -> Iterator[ScoreboardRow]:
 
 
 def _by_allocation(model: str, servers_per_tor: int | None) -> dict[str, list[float]]:
-    """Return the seconds of each kind of collective that crosses servers, with circuits by traffic, even over sending
-    pairs, and even over all pairs."""
+    """Return the seconds of each kind of collective that crosses servers, with circuits allocated by traffic, spread
+    evenly over the sending ToR pairs, and spread evenly over all ToR pairs."""
     job = _job(model)
     servers = Servers(count=job.layout.gpus // 8, nic_gbps=given.NIC_GBPS.value)
     exchanges = traffic(job, servers)
@@ -163,7 +165,7 @@ def weight_sync(quick: bool) -> Iterator[ScoreboardRow]:
 
 
 def additions(quick: bool) -> Iterator[ScoreboardRow]:
-    """Compare samples per second with and without each addition, on the testbed."""
+    """Compare samples per second with and without each of OrchestrRL's additions, on the paper's testbed."""
     testbed = "qwen2.5-14b", given.MAX_TOKENS.value[0]
     usual, no_kv = on_testbed(*testbed), on_testbed(*testbed, kv_transfer=False)
     unadmitted, wide = on_testbed(*testbed, admission=False), on_testbed(*testbed, initial="tp2")

@@ -1,4 +1,4 @@
-"""Simulate engines in virtual time: their profiles, and the client that redeployments and gateways use."""
+"""Simulate engines in virtual time, with their configurations and the client that redeployments and gateways use."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -16,8 +16,8 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """An engine configuration in the simulator. `nic_gbps` is its traffic over the NICs of each node while it decodes.
-    `most` limits the number of engines in a fleet, in addition to the number of GPUs."""
+    """An engine configuration in the simulator. `nic_gbps` is an engine's traffic over the NICs of each node while the
+    engine decodes. `most` limits the number of engines in a fleet, in addition to the limit by the number of GPUs."""
 
     profile: EngineProfile
     nic_gbps: float = 0.0
@@ -52,7 +52,7 @@ class EngineKind:
 
 
 def kinds_of(scenario: GenerationScenario) -> dict[ConfigurationId, EngineKind]:
-    """Return the scenario's configurations, in their order."""
+    """Return the scenario's configurations by id, in the order of the scenario."""
     profile = scenario.engines.profile_value
     kinds = [_kind(configuration) for configuration in scenario.engines.configurations]
     kinds += [EngineKind(engine) for engine in profile.configurations] if profile is not None else []
@@ -74,7 +74,8 @@ def _kind(section: EngineConfiguration) -> EngineKind:
 
 
 def fleet_section(scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind]) -> dict[str, object]:
-    """Return the section `fleet` of the daemon's configuration for these engines, except engines of a profile."""
+    """Return the section `fleet` of the daemon's configuration for these engines. Configurations of a profile are not
+    included."""
     named = (ConfigurationId(configuration.id) for configuration in scenario.engines.configurations)
     written = [name for name in named if name in kinds]  # the others are unusable, see run.usable_kinds
     links = scenario.network
@@ -92,7 +93,8 @@ def fleet_section(scenario: GenerationScenario, kinds: Mapping[ConfigurationId, 
 
 
 def homogeneous(kind: EngineKind, gpus_count: int, per_node: int) -> dict[EngineId, tuple[GpuId, ...]]:
-    """Return the GPUs of as many engines of one kind as fit. Engines are inside nodes or on whole nodes."""
+    """Return the GPUs of each engine for as many engines of one kind as fit. An engine is inside one node or on whole
+    nodes."""
     size, nodes_gpus = kind.gpus, -(-kind.gpus // per_node) * per_node
     if size > per_node and size != nodes_gpus:
         return {}
@@ -158,7 +160,7 @@ RETRY_S = 0.1
 
 class VirtualManaged:
     """A client of the engine at a URL, for redeployments and gateways. `find` returns the engine that was last started
-    at the URL, or None if none responds."""
+    at the URL, or None if no engine responds."""
 
     def __init__(self, url: str, find: Callable[[str], VirtualEngine | None]) -> None:
         self.url = url

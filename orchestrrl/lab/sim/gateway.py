@@ -1,7 +1,7 @@
 """Simulate the gateway with the real ledger, engine backends and routing, but without the relay's HTTP.
 
-A request is a count of tokens instead of the tokens. Moves, holds, and the handling of requests whose engine died
-follow gateway/relay.py.
+A request is represented by its number of tokens. Moves, holds, and the handling of requests whose engine died follow
+gateway/relay.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,9 +77,9 @@ Finished = Callable[[CountedRecord], None]
 
 
 class VirtualGateway:
-    """A gateway that holds every request of the simulated fleet. `engine_at` returns the engine at a URL. `arrive`
-    delivers a request's KV or tokens to an engine, possibly from another engine that has its KV, and submits the
-    request. `finished` is called for every completed answer."""
+    """A gateway that serves every request of the simulated fleet. `engine_at` returns the engine at a URL. `arrive`
+    delivers a request's tokens to an engine, or its KV from another engine, and submits the request. `finished` is
+    called for every completed answer."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class VirtualGateway:
         self._held: dict[RequestId, tuple[EngineId, float]] = {}  # destination, deadline
 
     def submit(self, requests: Sequence[SimRequest], to: Sequence[EngineId] | None = None) -> None:
-        """Accept new requests, and send them to the engines `to`, or route them one by one if None."""
+        """Accept new requests. Send them to the engines `to`, or route them one by one if `to` is None."""
         now_s = self.clock.now_s()
         for index, request in enumerate(requests):
             record = record_of(request, now_s)
@@ -130,7 +130,7 @@ class VirtualGateway:
                 self._close(record, backend, progress.finished_s)
 
     def engine_died(self, engine: VirtualEngine) -> None:
-        """Resume the requests of a dead engine on other engines, from their tokens."""
+        """Resume the requests of a dead engine on other engines. Their KV is recomputed from their tokens."""
         backend = self.fleet.get(engine.id)
         if backend is None:
             return

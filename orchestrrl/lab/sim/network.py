@@ -1,7 +1,8 @@
-"""Share the NICs of simulated nodes: moved KV, new weights and engines' own traffic share one budget per node.
+"""Model the NICs of simulated nodes. On each node, moved KV, new weights and the traffic of engines share the
+bandwidth.
 
-The model is fluid: every flow through a node's NICs gets its demand while the demands fit, and is scaled down in
-proportion otherwise. A transfer costs two events, however long it takes.
+The model is fluid: every flow through a node's NICs gets its demand while the sum of demands fits, and is scaled down
+in proportion otherwise. A transfer needs two simulator events, however long it takes.
 """
 
 import asyncio
@@ -29,8 +30,8 @@ class _Flow:
 
 
 class NodeNetwork:
-    """The NICs of the simulated nodes. With `share` False, flows do not slow each other down, which measures the cost
-    of sharing. `changed` is called when loads change."""
+    """The NICs of the simulated nodes. If `share` is false, flows do not slow each other down; comparing both settings
+    gives the cost of sharing. `changed` is called when loads change."""
 
     def __init__(self, clock: Clock, nic_gbps: float, share: bool, changed: Callable[[], None]) -> None:
         self._clock = clock
@@ -72,7 +73,8 @@ class NodeNetwork:
         return (wishes + self._engines_gbps.get(node, 0.0)) / self._nic_gbps
 
     def left_for_moves(self) -> LeftForMoves:
-        """Return the bandwidth left for moves on the most loaded node, and the traffic that uses the rest."""
+        """Return the fraction of the bandwidth that moves get on the most loaded node, and the names of the other
+        traffic on that node."""
         nodes = {node for flow in self._flows for node in flow.nodes} | set(self._engines_gbps)
         takers = [
             {
@@ -90,7 +92,7 @@ class NodeNetwork:
             self._next.cancel()
 
     def _settle(self) -> None:
-        """Subtract the traffic since the last call from each flow."""
+        """Subtract the bytes that each flow has transferred since the last call from the flow's remaining bytes."""
         now_s = self._clock.now_s()
         for flow in self._flows:
             flow.left_gbit -= flow.gbps * (now_s - self._settled_s)

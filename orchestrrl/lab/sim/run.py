@@ -1,4 +1,5 @@
-"""Run a scenario: every arm over every seed, with the same requests. OrchestrRL's arms run in a simulated world."""
+"""Run every arm of a scenario with every seed. All arms get the same requests. OrchestrRL's arms run in a simulated
+world."""
 
 import asyncio
 import hashlib
@@ -118,13 +119,13 @@ class ControlledRun:
 
     @property
     def known_output_tokens(self) -> dict[RequestId, int] | None:
-        """Exact answer lengths in the oracle arm; None in other arms."""
+        """The exact answer lengths in the oracle arm; None in other arms."""
         if self.control.knowledge != "oracle":
             return None
         return {request.id: request.output_tokens for requests in self.steps for request in requests}
 
     def run(self, report: Report, keep_journal: Path | None = None) -> SeedRun:
-        """Run the seed. The journal is deleted afterwards, unless `keep_journal` is its path."""
+        """Run the arm with this seed. The journal is deleted afterwards, unless `keep_journal` is the path for it."""
         with tempfile.TemporaryDirectory(prefix="orchestrrl-sim-") as folder:
             path = keep_journal or Path(folder) / "journal.sqlite"
             run = asyncio.run(self._run(path, report))
@@ -132,7 +133,7 @@ class ControlledRun:
         return run
 
     def config(self) -> Config:
-        """Return the configuration of the scenario's daemon, with the loops that the arm disables set to hold."""
+        """Return the configuration of the scenario's daemon, without the features that the arm does not enable."""
         daemon = self.scenario.daemon
         sections = {name: dict(daemon.get(name) or {}) for name in ("fast", "slow")}
         if self.control.policy is not None:
@@ -243,14 +244,15 @@ class ArmRun:
 
     @property
     def calibration_error(self) -> float | None:
-        """The relative error of predicted makespans, median over plans; None without plans."""
+        """The relative error of predicted makespans, as the median over plans; None without plans."""
         errors = [abs(p - a) / a for run in self.seeds for p, a in run.predicted_actual_s if a > 0]
         return median(errors) if errors else None
 
 
 @dataclass(frozen=True, slots=True)
 class NotKnowing:
-    """Median makespans with different knowledge of output lengths, and that of the tuned static baseline."""
+    """Median makespans with different knowledge of output lengths, and the median makespan of the tuned static
+    baseline."""
 
     static_s: float
     forecast_s: float
@@ -264,7 +266,7 @@ class NotKnowing:
 
     @property
     def kept(self) -> float | None:
-        """The fraction of the oracle's gain that the forecast reaches; None if the oracle gains nothing."""
+        """The fraction of the oracle's gain that is reached with the forecast; None if the oracle has no gain."""
         gain_s = self.static_s - self.oracle_s
         return (self.static_s - self.forecast_s) / gain_s if gain_s > 0 else None
 
@@ -282,7 +284,8 @@ class ScenarioOutcome:
 
     @property
     def ceiling_gain(self) -> float | None:
-        """The ceiling's gain over the tuned static baseline with round-robin prompts; None if that was not run."""
+        """The ceiling's gain over the tuned static baseline with round-robin prompts; None if that baseline was not
+        run."""
         baseline = self.arm("verl_to")
         return None if baseline is None else sum(run.total_s for run in baseline.seeds) / self.ceiling.redeploying_s
 
@@ -303,7 +306,7 @@ class ScenarioOutcome:
         )
 
     def gain(self, run: ArmRun) -> float | None:
-        """Return the samples per second relative to the tuned static baseline, median over seeds."""
+        """Return the samples per second relative to the tuned static baseline, as the median over seeds."""
         baseline = self.arm("verl_to")
         if baseline is None:
             return None
@@ -332,7 +335,8 @@ def run_scenario(
     scenario: GenerationScenario, arms: Sequence[str], seeds: Sequence[int], report: Report
 ) -> ScenarioOutcome:
     """Run the arms over the seeds. The static sweep always runs, because it chooses the initial configuration of
-    OrchestrRL's arms. Raises ProblemFaults, Permanent."""
+    OrchestrRL's arms. Raises ProblemFaults if a configuration cannot run on the scenario's GPUs, and Permanent if a
+    simulation makes no progress."""
     if faults := _unusable(scenario):
         raise ProblemFaults(faults)
     kinds = usable_kinds(scenario)
@@ -372,8 +376,9 @@ def steps_of(scenario: GenerationScenario, seed: int) -> Steps:
 
 
 def _unusable(scenario: GenerationScenario) -> list[str]:
-    """Return the faults of inline configurations, and of the initial one, that cannot run on the scenario's GPUs.
-    Unusable configurations of a profile are skipped instead, because a profile may describe more than one job uses."""
+    """Return the faults of inline configurations, and of the initial configuration, that cannot run on the scenario's
+    GPUs. Unusable configurations of a profile are skipped instead, because a profile may describe more configurations
+    than one job uses."""
     longest, faults = _longest_tokens(scenario), []
     kinds = kinds_of(scenario)
     for index, section in enumerate(scenario.engines.configurations):

@@ -84,7 +84,7 @@ class ParetoLengths(ScenarioSection):
 
 
 class HistogramLengths(ScenarioSection):
-    """A distribution of lengths given by its quantiles, with log-linear interpolation."""
+    """A distribution of lengths, given by its quantiles, with log-linear interpolation between quantiles."""
 
     kind: Literal["histogram"]
     quantiles: Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(min_length=2)]
@@ -135,8 +135,8 @@ class WorkloadSection(ScenarioSection):
 
 
 class EngineConfiguration(ScenarioSection):
-    """An engine configuration whose decode step takes alpha_s + beta_s * sequences + gamma_s * KV tokens. Profiles have
-    curves instead."""
+    """An engine configuration whose decode step takes alpha_s + beta_s * sequences + gamma_s * KV tokens.
+    Configurations of a profile have curves instead."""
 
     id: Name
     gpus: Count
@@ -151,7 +151,7 @@ class EngineConfiguration(ScenarioSection):
 
 
 class ProfiledSection(ScenarioSection):
-    """Engines that may come from a profile: a built-in one, or a file relative to the scenario's folder."""
+    """Engines that may come from a profile: a built-in profile, or a file relative to the scenario's folder."""
 
     profile: Name | None = None
     initial: str | None = None  # initial configuration of OrchestrRL's arms; by default the tuned static baseline's
@@ -247,7 +247,8 @@ class GenerationScenario(ScenarioSection):
     paper: dict[str, float] = Field(default_factory=dict)  # gains reported by a paper, by arm, for comparison
 
     def daemon_config(self, fleet: dict[str, Any]) -> Config:
-        """Return the daemon's configuration with the section `fleet` added. Engines of a profile have its curves."""
+        """Return the daemon's configuration with the section `fleet` added. Engines of a profile have the profile's
+        curves."""
         return parse_config(dump_yaml({**self.daemon, "fleet": fleet}), profile=self.engines.profile_value)
 
 
@@ -258,8 +259,9 @@ def load_scenario(source: str) -> GenerationScenario:
 
 
 def scenario_text(source: str, built_in: str) -> tuple[str, Path]:
-    """Return the text of a file, or of the scenario of that name in the folder `built_in`, and the folder to which its
-    own file names are relative. Raises ProblemFaults."""
+    """Return the text of a scenario, and the folder to which file names in the scenario are relative. `source` is a
+    .yaml file, or the name of a scenario in the folder `built_in`. Raises ProblemFaults if the file cannot be read or
+    the name is unknown."""
     path = Path(source)
     if path.suffix in (".yaml", ".yml"):
         return read_text(path), path.parent
@@ -276,7 +278,8 @@ def scenario_names(built_in: str) -> list[str]:
 
 
 def with_steps(scenario: GenerationScenario, steps: int | None) -> GenerationScenario:
-    """Return the scenario with `steps` steps, or unchanged if None. Raises ProblemFaults."""
+    """Return the scenario with `steps` steps, or unchanged if None. Raises ProblemFaults unless `steps` exceeds the
+    number of warm-up steps."""
     if steps is None:
         return scenario
     if steps <= scenario.workload.warmup_steps:
@@ -286,7 +289,7 @@ def with_steps(scenario: GenerationScenario, steps: int | None) -> GenerationSce
 
 
 def parse_scenario(text: str, folder: Path = Path()) -> GenerationScenario:
-    """Parse a scenario as load_scenario does, from text. A profile's file name is relative to `folder`."""
+    """Parse the text of a scenario as load_scenario does. A profile's file name is relative to `folder`."""
     return validated(parse_yaml(text), folder, GenerationScenario, "engines", _CHECKS)
 
 
@@ -297,8 +300,9 @@ def validated(
     engines: str,
     checks: Sequence[Callable[[Checked], Iterable[str]]],
 ) -> Checked:
-    """Return a document as a scenario, with the profile that its section `engines` names, relative to `folder`. Raises
-    ProblemFaults with all faults. `checks` compare sections, and run only if each section is valid."""
+    """Return the scenario in `document`, with the profile that its section `engines` names, relative to `folder`.
+    Raises ProblemFaults with all faults of the document and the profile. `checks` compare sections, and run only if
+    each section is valid."""
     if not isinstance(document, dict):
         raise ProblemFaults([f"(document): must be a mapping, got {shorten(document)}"])
     faults: list[str] = []
@@ -318,7 +322,7 @@ def validated(
 
 
 def _read_profile(section: Any, path: str, folder: Path) -> tuple[Profile | None, list[str]]:
-    """Return the profile that the section names, or its faults."""
+    """Return the profile that the section names (None without a profile), and the faults of the profile."""
     name = section.get("profile") if isinstance(section, dict) else None
     if not isinstance(name, str) or not name:
         return None, []  # the scenario's own validation reports this, or there is no profile
@@ -336,7 +340,7 @@ def _read_profile(section: Any, path: str, folder: Path) -> tuple[Profile | None
 
 
 def daemon_faults(section: Any) -> list[str]:
-    """Return the faults of a daemon's configuration without its section `fleet`."""
+    """Return the faults of a daemon's configuration that has no section `fleet`."""
     if not isinstance(section, dict):
         return []  # the scenario's own validation reports this, or there is no section
     faults = ["daemon.fleet: must be absent, it is derived from gpus and engines"] if "fleet" in section else []

@@ -1,12 +1,13 @@
-"""Simulate static baselines: a homogeneous fleet, round-robin prompts, no moves; and reference values for them. Pure.
+"""Simulate static baselines (a homogeneous fleet, round-robin prompts, no moves) and compute reference values for them.
+The functions have no side effects.
 
 The reference values are static placements with known lengths or prompts, and the ceiling of re-planning without this
 knowledge.
 
 Placements with known lengths either spread requests (longest first onto the least loaded engine) or pack them
-(contiguous blocks in descending order, which keeps the longest together). The best configuration is used. A known
-prompt means a known distribution of its samples' lengths and no more. That is an upper bound on what finished samples
-of the prompt, in this step or in earlier epochs, can reveal.
+(contiguous blocks in descending order, which keeps the longest together). The best configuration is used. With known
+prompts, only the distribution of each prompt's sample lengths is known. This is an upper bound on the information that
+finished samples of the prompt, in this step or in earlier epochs, can provide.
 
 The ceiling assumes that lengths are known only as a distribution. Requests are then spread evenly, and the fleet's
 configuration is chosen by the number of remaining requests. The choice is free and instant: at each output position,
@@ -46,7 +47,7 @@ class StaticStep:
 
     @property
     def samples(self) -> int:
-        """The number of answers completed in the step."""
+        """The number of samples whose answers were completed in the step."""
         return len(self.finish_s)
 
 
@@ -61,7 +62,7 @@ def dealt(requests: Sequence[SimRequest], engines: int) -> list[list[SimRequest]
 
 
 def run_static(kind: EngineKind, placement: Sequence[Sequence[SimRequest]]) -> StaticStep:
-    """Run a step in which every engine completes the requests placed on it."""
+    """Run a step in which every engine completes the requests that are placed on it."""
     engines = loaded_engines(kind, placement)
     by_engine = [drained(engine) for engine in engines]
     return _step(engines, by_engine)
@@ -70,8 +71,9 @@ def run_static(kind: EngineKind, placement: Sequence[Sequence[SimRequest]]) -> S
 def run_partial(
     kind: EngineKind, placement: Sequence[Sequence[tuple[SimRequest, int]]], share: float, interval_s: float = 1.0
 ) -> StaticStep:
-    """Run a step of partial rollout. The step ends once the fraction `share` of its requests, and all requests carried
-    over from an earlier step, are complete. The others continue in the next step, which prefills them again."""
+    """Run a step of partial rollout. The step ends when the fraction `share` of its requests, and all requests carried
+    over from an earlier step, are complete. The unfinished requests continue in the next step, which prefills them
+    again."""
     engines = [_loaded(kind.shape, held) for held in placement]
     requests = {request.id: request for held in placement for request, _ in held}
     generated = {request.id: tokens for held in placement for request, tokens in held}
@@ -98,7 +100,8 @@ def run_partial(
 def static_arm(
     scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind], arm: str, steps: Mapping[int, Steps]
 ) -> dict[int, list[Ran]]:
-    """Return the steps of each seed under a static arm, with their configurations. Raises ValueError for other arms."""
+    """Return the steps of each seed under a static arm, each with the configuration that it uses. Raises ValueError if
+    the arm is not static."""
     every = list(kinds.values())
     match arm:
         case "verl_to":
@@ -125,7 +128,7 @@ def static_arm(
 def tuned(
     scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind], steps: Mapping[int, Steps]
 ) -> ConfigurationId:
-    """Return the configuration with the shortest measured steps under round-robin prompts, median over seeds."""
+    """Return the configuration with the shortest measured steps (median over seeds) under round-robin prompts."""
 
     def elapsed_s(name: ConfigurationId) -> float:
         by_seed = dealt_steps(scenario, kinds[name], steps).values()
@@ -135,7 +138,7 @@ def tuned(
 
 
 def measured(scenario: GenerationScenario, steps: Sequence[Step]) -> Sequence[Step]:
-    """Return the steps without the warm-up."""
+    """Return the steps after the warm-up steps."""
     return steps[scenario.workload.warmup_steps :]
 
 
@@ -152,7 +155,7 @@ def dealt_steps(scenario: GenerationScenario, kind: EngineKind, steps: Mapping[i
 
 @lru_cache(maxsize=256)
 def _dealt_step(kind: EngineKind, engines: int, requests: tuple[SimRequest, ...]) -> StaticStep:
-    """Run one step. The result is cached, because configurations inside servers take the same time on every fabric."""
+    """Run one step. The result is cached, because engines inside servers take the same time on every fabric."""
     return run_static(kind, dealt(requests, engines))
 
 
@@ -172,7 +175,8 @@ def _partial_steps(scenario: GenerationScenario, kind: EngineKind, steps: Steps)
 
 
 def countdown(finish_s: Sequence[float], left: int = 0) -> list[tuple[float, int]]:
-    """Return (time, requests in flight) at each change; `left` requests never finish."""
+    """Return (time, requests in flight) at each change of the number of requests in flight; `left` requests never
+    finish."""
     total = len(finish_s) + left
     return [(at_s, total - done) for done, at_s in enumerate([0.0, *finish_s])]
 
@@ -189,7 +193,7 @@ def _loaded(shape: EngineShape, held: Iterable[tuple[SimRequest, int]]) -> Sched
 
 
 def drained(engine: Scheduler) -> list[float]:
-    """Return the end times of all of the engine's requests, ascending."""
+    """Run the engine until it is idle, and return the end times of all its requests in ascending order."""
     ends: dict[RequestId, float] = {}
     horizon_s = 600.0
     while not engine.idle:
@@ -218,7 +222,7 @@ QUANTILES = (0.5, 0.8, 0.95)
 
 
 def best_known(scenario: GenerationScenario, kinds: Sequence[EngineKind], requests: Sequence[SimRequest]) -> Ran:
-    """Return the shortest step found with all lengths known, and the configuration of its engines."""
+    """Return the shortest step found if all lengths are known, and the configuration of the step's engines."""
     tried = []
     for kind in kinds:
         engines = len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node))
@@ -234,8 +238,8 @@ def best_prompts_known(
     requests: Sequence[SimRequest],
     redrawn_tokens: NDArray[np.int64],
 ) -> Ran:
-    """Return the step with the placement that has the shortest mean makespan over `redrawn_tokens` ([time, request],
-    alternative lengths of the same prompts). Placements are based on quantiles of each prompt's lengths."""
+    """Return the step with the placement that has the shortest mean makespan over `redrawn_tokens` (alternative lengths
+    of the same prompts, indexed by [draw, request]). Placements are based on quantiles of each prompt's lengths."""
     distributions = [_with_lengths(requests, tokens) for tokens in redrawn_tokens]
     of_prompt = redrawn_tokens.reshape(len(redrawn_tokens), -1, scenario.workload.samples)
     tried = []
@@ -283,7 +287,7 @@ def spread(configuration: Configuration, engines: int, requests: Sequence[SimReq
 
 
 def packed(configuration: Configuration, engines: int, requests: Sequence[SimRequest]) -> list[list[SimRequest]]:
-    """Return the contiguous blocks for the shortest makespan that needs no more blocks than engines."""
+    """Return one contiguous block of requests per engine, for the shortest makespan that the blocks can reach."""
     ordered = _longest_first(requests)
     high_s = sum(configuration.alpha_s * request.output_tokens + _work_s(configuration, request) for request in ordered)
     low_s, best = 0.0, [ordered]
@@ -323,7 +327,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """Seconds of one or several steps with evenly spread requests."""
+    """The duration in seconds of one or several steps with evenly spread requests."""
 
     static_s: Mapping[ConfigurationId, float]  # with one configuration throughout
     redeploying_s: float  # with the fastest configuration at each position
@@ -336,7 +340,8 @@ class Ceiling:
 def ceiling(
     scenario: GenerationScenario, kinds: Sequence[EngineKind], steps: Sequence[Sequence[SimRequest]]
 ) -> Ceiling:
-    """Return the ceiling of all steps together: with one configuration, and with the fastest at each position."""
+    """Return the ceiling of all steps together: with one configuration, and with the fastest configuration at each
+    output position."""
     instances = {kind.id: len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node)) for kind in kinds}
     static_s, redeploying_s = dict.fromkeys(instances, 0.0), 0.0
     for requests in steps:
@@ -349,7 +354,8 @@ def ceiling(
 
 
 def alive_at(requests: Sequence[SimRequest]) -> tuple[Floats, Floats]:
-    """Return, by output position: the number of requests that generate this token, and their KV tokens before it."""
+    """Return two arrays indexed by output position: the number of requests that generate the token at this position,
+    and the number of their KV tokens before it."""
     outputs = np.array([request.output_tokens for request in requests])
     prompts = np.array([request.prompt_tokens for request in requests], dtype=np.float64)
     order = np.argsort(outputs, kind="stable")
@@ -361,8 +367,9 @@ def alive_at(requests: Sequence[SimRequest]) -> tuple[Floats, Floats]:
 
 
 def position_s(profile: EngineProfile, instances: int, alive: Floats, kv_tokens: Floats) -> Floats:
-    """Return the seconds of one token for all requests on `instances` engines, by output position. Requests whose KV
-    does not fit wait for a further round, or the KV is spilled if the engine supports it, whichever is faster."""
+    """Return the time in seconds to generate one token for all requests on `instances` engines, as an array indexed by
+    output position. Requests whose KV does not fit wait for another round, or their KV is spilled if the engine
+    supports spilling, whichever is faster."""
     sequences, kv = np.maximum(1.0, alive / instances), kv_tokens / np.minimum(instances, alive)
     waiting_s = _rounds_s(profile, sequences, kv, profile.kv_capacity_tokens)
     if not profile.spill_capacity_tokens:
@@ -372,7 +379,8 @@ def position_s(profile: EngineProfile, instances: int, alive: Floats, kv_tokens:
 
 
 def _rounds_s(profile: EngineProfile, sequences: Floats, kv_tokens: Floats, room_tokens: int) -> Floats:
-    """Return the seconds of one token. KV capacity and max_sequences set the (fractional) number of rounds."""
+    """Return the time in seconds to generate one token. KV capacity and max_sequences determine the (fractional) number
+    of rounds."""
     rounds = np.maximum(1.0, np.maximum(kv_tokens / room_tokens, sequences / profile.max_sequences))
     batch, held = sequences / rounds, kv_tokens / rounds
     spilled = np.maximum(0.0, held - profile.kv_capacity_tokens)
@@ -381,7 +389,7 @@ def _rounds_s(profile: EngineProfile, sequences: Floats, kv_tokens: Floats, room
     return rounds * one_s
 
 
-# --- The oracle of the demo: every request arrives at time 0, and every length is known. Its result is not proven
+# --- The oracle of the demo: every request arrives at time 0, and every length is known. The result is not proven
 # --- optimal; `lower_bound_s` bounds the gap.
 
 # Numbers of requests on the engine with the longest requests, and on the next one.
@@ -390,23 +398,26 @@ PACKED_NEXT = (20, 30, 40)
 
 
 def placed_s(shape: EngineShape, placement: Sequence[Sequence[SimRequest]]) -> float:
-    """Return the seconds until the last answer. `placement`: each engine's requests in order of submission."""
+    """Return the seconds until the last answer is complete. `placement` contains each engine's requests in the order of
+    submission."""
     return max(max(drained(_loaded(shape, ((request, 0) for request in held))), default=0.0) for held in placement)
 
 
 def best_placed_s(shape: EngineShape, routed: Sequence[Sequence[SimRequest]]) -> float:
-    """Return the seconds of the shortest step found. `routed`: the initial placement of OrchestrRL's gateway."""
+    """Return the duration in seconds of the shortest step among `routed`, the initial placement of OrchestrRL's
+    gateway, and candidate placements with known lengths."""
     requests = [request for held in routed for request in held]
     return min(placed_s(shape, placement) for placement in (routed, *_placements(len(routed), requests)))
 
 
 def lower_bound_s(shape: EngineShape, requests: Iterable[SimRequest]) -> float:
-    """Return a lower bound on the step: the longest request alone on an engine."""
+    """Return a lower bound on the step's duration: the time of the longest request alone on an engine."""
     return max(decode_alone_s(shape, request.prompt_tokens, request.output_tokens) for request in requests)
 
 
 def _placements(engines: int, requests: Sequence[SimRequest]) -> Iterator[list[list[SimRequest]]]:
-    """Yield candidate placements: longest first onto the least loaded engine, or the longest packed together."""
+    """Yield candidate placements: requests placed longest first onto the least loaded engine, and the longest requests
+    packed together."""
     ordered = _longest_first(requests)
     loads, placement = [0] * engines, [list[SimRequest]() for _ in range(engines)]
     for request in ordered:

@@ -1,4 +1,4 @@
-"""Draw the requests of each generation step from a scenario's distributions. Pure.
+"""Draw the requests of each generation step from a scenario's distributions. The functions have no side effects.
 
 Lengths are drawn by quantile, with a Gaussian copula within a prompt, so that samples of one prompt are correlated.
 """
@@ -50,7 +50,7 @@ class SimRequest:
 
 
 def requests_of_step(workload: WorkloadSection, seed: int, step: int) -> list[SimRequest]:
-    """Return the step's requests in order of submission, grouped by prompt. Deterministic in the arguments."""
+    """Return the step's requests in the order of submission, grouped by prompt. Equal arguments give equal requests."""
     rng = np.random.default_rng((seed, step))
     prompts, samples = workload.prompts, workload.samples
     prompt_tokens, of_prompt = _drawn_prompts(workload, rng)
@@ -70,7 +70,8 @@ def requests_of_step(workload: WorkloadSection, seed: int, step: int) -> list[Si
 
 
 def redrawn(workload: WorkloadSection, seed: int, step: int, times: int) -> NDArray[np.int64]:
-    """Return alternative output lengths of the step's requests for the same prompts, [draw, request]."""
+    """Return alternative output lengths of the step's requests for the same prompts, as an array indexed by [draw,
+    request]."""
     _, of_prompt = _drawn_prompts(workload, np.random.default_rng((seed, step)))
     rng = np.random.default_rng((seed, step, times))
     shape = (workload.prompts, workload.samples)
@@ -78,21 +79,22 @@ def redrawn(workload: WorkloadSection, seed: int, step: int, times: int) -> NDAr
 
 
 def mean_tokens(workload: WorkloadSection) -> float:
-    """Return the expected tokens of a sample in the first step, prompt and answer together."""
+    """Return the expected number of tokens of a sample in the first step, prompt and answer together."""
     evenly = (np.arange(MEAN_OF) + 0.5) / MEAN_OF
     answers = np.clip(quantile_function(workload.lengths)(evenly), 1, workload.max_tokens)
     return float(np.mean(workload.prompt_tokens) + answers.mean())
 
 
 def _drawn_prompts(workload: WorkloadSection, rng: np.random.Generator) -> tuple[NDArray[np.int64], Floats]:
-    """Return each prompt's tokens [prompt], and its contribution to the lengths of its samples [prompt, 1]."""
+    """Return two arrays: the number of tokens of each prompt [prompt], and the prompt's contribution to the lengths of
+    its samples [prompt, 1]."""
     low, high = workload.prompt_tokens
     prompt_tokens = rng.integers(low, high + 1, size=workload.prompts)
     return prompt_tokens, rng.standard_normal((workload.prompts, 1))
 
 
 def _lengths(workload: WorkloadSection, of_prompt: Floats, of_sample: Floats, step: int) -> NDArray[np.int64]:
-    """Return the output tokens [prompt, sample]."""
+    """Return the number of output tokens, as an array indexed by [prompt, sample]."""
     correlation = workload.correlation
     score = np.sqrt(correlation) * of_prompt + np.sqrt(1 - correlation) * of_sample
     lengths = quantile_function(workload.lengths)(ndtr(score)) * (1 + workload.drift_per_step) ** step
@@ -100,7 +102,7 @@ def _lengths(workload: WorkloadSection, of_prompt: Floats, of_sample: Floats, st
 
 
 def quantile_function(lengths: Lengths) -> Callable[[Floats], Floats]:
-    """Return the function from a probability in 0..1 to a length in tokens, before the cap."""
+    """Return the function from a probability in 0..1 to a length in tokens, before the length is capped."""
     match lengths:
         case LognormalLengths(median_tokens=median, sigma=sigma):
             return lambda u: median * np.exp(sigma * ndtri(np.clip(u, 1e-12, 1 - 1e-12)))

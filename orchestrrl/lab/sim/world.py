@@ -53,7 +53,7 @@ class StepRecord:
 
 @dataclass(slots=True)
 class _Agent:
-    """The state of an engine's agent between two scrapes."""
+    """The state that an engine's agent keeps between two scrapes."""
 
     node: NodeId
     track: EngineTrack = field(default_factory=EngineTrack)
@@ -157,7 +157,7 @@ class World:
                 raise outcome
 
     async def advance(self, duration_s: float) -> None:
-        """Advance the virtual clock. Raises the first error of any task or of the control plane."""
+        """Advance the virtual clock. Raises the first exception of any task or of the control plane."""
         await self.clock.advance(duration_s)
         for task in self._tasks:
             if task.done() and not task.cancelled():
@@ -174,7 +174,7 @@ class World:
         dealt_to: Sequence[EngineId] | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> StepRecord:
-        """Submit the requests and advance the clock until each has its answer."""
+        """Submit the requests and advance the clock until each request has its answer."""
         step = StepRecord(self.clock.now_s(), len(requests))
         self.steps.append(step)
         self._send_weights()

@@ -1,4 +1,4 @@
-"""Management API of a simulated engine, as in vLLM: layout, sleep, elastic expert parallelism, and new weights by
+"""The management API of a simulated engine, as in vLLM: layout, sleep, elastic expert parallelism, and new weights by
 `reload_weights` or through OrchestrRL's weight-transfer backend."""
 
 import asyncio
@@ -31,7 +31,8 @@ class ManagedFace:
     def __init__(
         self, options: SimulatedOptions, runtime: Runtime, clock: Clock, shapes: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """Create the routes. `shapes` are those of the initial weights, empty if the engine starts without a folder."""
+        """Create the routes. `shapes` are the tensor shapes of the initial weights, empty if the engine starts without
+        a weights folder."""
         self.asleep = False
         self._options = options
         self._runtime = runtime
@@ -99,7 +100,8 @@ class ManagedFace:
     # --- sleep
 
     async def _sleep(self, request: web.Request) -> web.Response:
-        """Sleep, even without --enable-sleep-mode, as vLLM does: clients must check that option first."""
+        """Put the engine to sleep, even without --enable-sleep-mode, as vLLM does. Clients must check that option
+        first."""
         mode, level = request.query.get("mode", PauseMode.ABORT.value), request.query.get("level", "1")
         if mode not in list(PauseMode) or level not in ("0", "1", "2"):
             raise refusal(f"mode must be abort, wait or keep, and level 0, 1 or 2, got {mode!r}, {level!r}", "query")
@@ -118,7 +120,7 @@ class ManagedFace:
         return web.json_response({"status": "awake", "tags": None})
 
     async def _is_sleeping(self, _: web.Request) -> web.Response:
-        """Return whether the engine sleeps. As in vLLM, a paused engine is reported as sleeping too."""
+        """Return whether the engine sleeps. As in vLLM, a paused engine is also reported as sleeping."""
         return web.json_response({"is_sleeping": self.asleep or self._runtime.pause_mode is not None})
 
     # --- elastic expert parallelism
@@ -205,8 +207,8 @@ class ManagedFace:
         return web.json_response({"message": "Weight update finished"})
 
     async def _load(self, folder: Path, version: int | None, *, checked: bool) -> None:
-        """Load weights from a folder. `checked`: report faults as OrchestrRL's backend does, which checks first. Raises
-        Permanent."""
+        """Load weights from a folder. If `checked` is true, report faults as OrchestrRL's backend does, which checks
+        the weights before loading. Raises Permanent if the weights are invalid or an option makes this load fail."""
         self._loads += 1
         try:
             weights = await asyncio.to_thread(read_weights, folder)

@@ -1,4 +1,4 @@
-"""Options of a simulated engine, including faults, and its KV handover.
+"""The options of a simulated engine, including faults, and its KV handover.
 
 Simulated engines on one machine transfer the KV of running requests through a shared directory, one small file per
 entry. Request bodies have the parameters of vLLM with OrchestrRL's connector
@@ -110,7 +110,7 @@ class SimulatedOptions(BaseModel):
 
 
 def save_kv(directory: Path, wish: TransferParams, token_ids: Sequence[int]) -> None:
-    """Write the KV of an aborted request. An empty entry ends the receiver's wait."""
+    """Write the KV of an aborted request. An empty entry makes the receiver stop waiting."""
     assert wish.save is not None
     entry = directory / wish.save
     written = entry.with_suffix(".part")
@@ -119,8 +119,8 @@ def save_kv(directory: Path, wish: TransferParams, token_ids: Sequence[int]) -> 
 
 
 def take_kv(directory: Path, wish: TransferParams, token_ids: Sequence[int]) -> int | None:
-    """Consume a KV entry. Return the number of tokens whose KV it has, at most all but the last; 0 if it belongs to
-    other weights or tokens; None if it does not exist yet."""
+    """Consume a KV entry. Return the number of tokens whose KV the entry has, at most all tokens but the last. Return 0
+    if the entry belongs to other weights or tokens, and None if it does not exist yet."""
     assert wish.load is not None
     entry = directory / wish.load
     try:

@@ -1,4 +1,4 @@
-"""Parse requests to the simulated engine: OpenAI bodies, validated as vLLM does. Pure.
+"""Parse requests to the simulated engine: OpenAI bodies, validated as vLLM does. The functions have no side effects.
 
 Features of vLLM that this engine does not implement (stop strings, several choices, echo ...) are rejected.
 """
@@ -28,7 +28,8 @@ class _StreamOptions(BaseModel):
 
 
 class GenerationBody(BaseModel):
-    """Fields of both endpoints. Unknown fields are ignored, as in vLLM; unsupported features are rejected."""
+    """The fields that completion and chat requests share. Unknown fields are ignored, as in vLLM; unsupported features
+    are rejected."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -129,8 +130,8 @@ def read_completion_request(
 
 
 def _handover(body: GenerationBody) -> TransferParams | None:
-    """Return the KV transfer parameters. As with vLLM's connector, invalid ones are logged, and the request is served
-    without a transfer."""
+    """Return the KV transfer parameters. As with vLLM's connector, invalid parameters are logged, and the request is
+    served without a transfer."""
     try:
         return read_transfer_params(body.kv_transfer_params)
     except ValueError as error:
@@ -178,7 +179,7 @@ class _DetokenizeBody(BaseModel):
 
 
 def refusal(message: str, param: str | None = None, status: int = 400, kind: str = "BadRequestError") -> RequestRefused:
-    """Return an error with its OpenAI error object."""
+    """Return a RequestRefused with an OpenAI error object."""
     return RequestRefused(
         message, status, {"error": {"message": message, "type": kind, "param": param, "code": status}}
     )
@@ -198,7 +199,7 @@ def _completion_prompt(body: _CompletionBody, model: TokenModel) -> list[int]:
 
 
 def _room(asked_tokens: int | None, prompt_tokens: int, max_model_len_tokens: int) -> int:
-    """Return the number of tokens to generate: the requested number, limited by the maximum context length."""
+    """Return the maximum number of tokens to generate: the requested number, limited by the maximum context length."""
     room = max_model_len_tokens - prompt_tokens
     if room < 1:
         raise refusal(

@@ -1,4 +1,5 @@
-"""Format responses of the simulated engine: vLLM's JSON for completions and chats, and its metrics page. Pure."""
+"""Format responses of the simulated engine: vLLM's JSON for completions and chats, and its metrics page. The functions
+have no side effects."""
 
 import json
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ class Formatter:
         self._text_offset = 0
 
     def opening(self) -> list[bytes]:
-        """Return the events before the first token: a chat begins with its role and the prompt's token ids."""
+        """Return the stream events before the first token. A chat begins with its role and the prompt's token ids."""
         if not self._chat:
             return []
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
@@ -45,7 +46,7 @@ class Formatter:
         return _event({**self._stream_head, "choices": [choice]})
 
     def closing(self, completion_tokens: int) -> list[bytes]:
-        """Return the events after the last token."""
+        """Return the stream events after the last token."""
         done = [b"data: [DONE]\n\n"]
         options = self._request.body.stream_options
         if options is None or not options.include_usage:
@@ -76,8 +77,8 @@ class Formatter:
         }
 
     def _prompt_logprobs(self, alternatives: int) -> list[dict[str, Any] | None]:
-        """Return the log-probabilities of the prompt's tokens, None for the first. At most one alternative, the most
-        likely token, is included per token."""
+        """Return the log-probabilities of the prompt's tokens; None for the first token. At most one alternative, the
+        most likely token, is included per token."""
         context = self._request.prompt_ids
         rows: list[dict[str, Any] | None] = [None]
         computed = self._model.prompt_logprobs(context, self._request.seed)
@@ -110,7 +111,8 @@ class Formatter:
         return {"text_offset": offsets, "token_logprobs": part.logprobs, "tokens": tokens, "top_logprobs": top_logprobs}
 
     def _alternatives(self, token: int, logprob: float) -> list[tuple[str, float]]:
-        """Return the chosen token and the following ids as alternatives, each 1 nat less likely than the previous."""
+        """Return the chosen token and the token ids after it as alternatives, each 1 nat less likely than the previous
+        one."""
         words = self._model.vocab_size - FIRST_WORD
         ids = [token] + [FIRST_WORD + (token + k) % words for k in range(1, self._request.top_logprobs or 0)]
         wanted = ids[: self._request.top_logprobs]

@@ -29,7 +29,7 @@ class AnswerPart:
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnd:
-    """The end of a response, computed when the request arrives."""
+    """The length and finish reason of a response, computed when the request arrives."""
 
     tokens: int
     finish_reason: str  # stop | length
@@ -38,7 +38,8 @@ class AnswerEnd:
 
 
 def ending_of(request: SimulatedRequest, generation: Generation) -> AnswerEnd:
-    """Return the end of a response: not before `min_tokens`, and immediately if its context is a complete response."""
+    """Return the end of a response. A response has at least `min_tokens` tokens, and ends immediately if its context
+    already contains the complete response."""
     natural = max(generation.answer_tokens - generation.position, request.body.min_tokens + 1, 1)
     most = request.max_tokens if request.body.ignore_eos else min(request.max_tokens, natural)
     if request.stop_token_ids:
@@ -74,7 +75,7 @@ class SimulatedAnswer:
         return self._finish_reason is not None
 
     def make(self, tokens: int) -> None:
-        """Generate more tokens. The response finishes with its last token."""
+        """Generate the next `tokens` tokens. The response finishes with its last token."""
         next_token = self.generation.next_token
         for _ in range(tokens):
             token, logprob = next_token()
@@ -94,7 +95,7 @@ class SimulatedAnswer:
         self._news.set()
 
     async def parts(self, *, streamed: bool = True) -> AsyncIterator[AnswerPart]:
-        """Yield tokens as they are generated. Unless `streamed`, yield all of them at the end."""
+        """Yield tokens as they are generated. If the request is not streamed, yield all tokens at the end."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -110,7 +111,7 @@ class SimulatedAnswer:
 
 class Runtime:
     """Runs one simulated engine. Virtual time runs `speed` times as fast as the clock. The scheduler is advanced every
-    `tick_s` seconds of the clock; a late tick only makes the parts larger."""
+    `tick_s` seconds of the clock; after a late tick, the parts are only larger."""
 
     def __init__(self, options: SimulatedOptions, model: TokenModel, clock: Clock) -> None:
         self.scheduler = Scheduler(options.shape)
@@ -162,7 +163,8 @@ class Runtime:
             self._enqueue(answer)
 
     async def _load(self, directory: Path, answer: SimulatedAnswer, wish: TransferParams) -> None:
-        """Wait for the KV entry and its transfer, then start the request. KV that does not arrive is prefilled."""
+        """Wait for the KV entry and its transfer, then start the request. If the KV does not arrive, its tokens are
+        prefilled."""
         asked_s, found = self._clock.now_s(), take_kv(directory, wish, answer.request.prompt_ids)
         while found is None and self._clock.now_s() - asked_s < wish.wait_s:
             await self._clock.sleep(self._options.tick_s)
@@ -174,7 +176,8 @@ class Runtime:
         self._begin(answer)
 
     def abort(self, engine_ids: Iterable[str] = ()) -> int:
-        """Finish these requests, or all if none is given, with the tokens generated so far. Return their number."""
+        """Finish these requests, or all requests if none is given, with the tokens generated so far. Return the number
+        of finished requests."""
         names = set(engine_ids)
         answers = [answer for answer in self._answers.values() if not names or answer.engine_id in names]
         self._abort(answers)
@@ -186,7 +189,7 @@ class Runtime:
 
     async def pause(self, mode: PauseMode, clear_cache: bool = True) -> None:
         """Pause as vLLM does. `KEEP` stops stepping; with `clear_cache`, running requests lose their KV and are
-        prefilled again. `WAIT` returns when all running requests have finished; waiting ones are held. `ABORT` ends
+        prefilled again. `WAIT` returns when all running requests have finished; waiting requests are held. `ABORT` ends
         all requests. Requests that arrive during a pause wait."""
         self._advance()
         self.pause_mode = mode

@@ -1,4 +1,5 @@
-"""The simulated engine's scheduler: continuous batching as in vLLM, in virtual time. Pure; it counts tokens only.
+"""The simulated engine's scheduler: continuous batching as in vLLM, in virtual time. It has no side effects and only
+counts tokens.
 
 A step decodes one token of every running sequence and takes
 `base_s(sequences) + gamma_s*kv_tokens + prefill_s_per_token*prefilled_tokens`, where base_s is a curve or
@@ -24,7 +25,8 @@ if TYPE_CHECKING:  # it imports numpy, which engine processes do not need
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """Constants of one engine. Times are virtual seconds; the curve `base_s` replaces alpha and beta."""
+    """The constants of one engine. Times are virtual seconds. If the curve `base_s` is given, it replaces alpha and
+    beta."""
 
     alpha_s: float
     beta_s: float
@@ -43,7 +45,8 @@ class EngineShape:
         return (self.kv_capacity_tokens + self.spill_capacity_tokens) // self.block_tokens
 
     def steps_s(self, steps: int, sequences: int, kv_tokens: int) -> float:
-        """Return the seconds of `steps` decode steps of a batch. Each step adds `sequences` tokens to `kv_tokens`."""
+        """Return the duration in seconds of `steps` decode steps of a batch. Each step adds `sequences` tokens to
+        `kv_tokens`."""
         base_s = self.base_s.at(sequences) if self.base_s else self.alpha_s + self.beta_s * sequences
         seconds = base_s * steps + self.gamma_s * (kv_tokens * steps + sequences * (steps * (steps - 1) // 2))
         if self.spill_s_per_token:
@@ -75,7 +78,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class SequenceProgress:
-    """Tokens that one sequence gained by an advance."""
+    """The tokens that one sequence gained in one call of `advance`."""
 
     id: RequestId
     tokens: int
@@ -123,7 +126,7 @@ class Scheduler:
         prompt_tokens: int = 0,
     ) -> None:
         """Queue a request that generates `to_generate` more tokens and shares `prompt_tokens` with its `group`. Raises
-        ValueError if it can never fit."""
+        ValueError if the request can never fit."""
         if to_generate < 1 or context_tokens < 1:
             raise ValueError(f"context_tokens and to_generate must be >= 1, got {context_tokens}, {to_generate}")
         if self._blocks_of(context_tokens + to_generate) > self.shape.blocks:
@@ -162,7 +165,8 @@ class Scheduler:
         self.shape, self._free_blocks, self._step_s = shape, free_blocks, None
 
     def advance(self, until_s: float) -> list[SequenceProgress]:
-        """Complete every step that ends by `until_s`. Return the tokens gained per sequence, in admission order."""
+        """Complete every step that ends by `until_s`. Return the tokens that each sequence gained, in the order of
+        admission."""
         made: dict[RequestId, int] = {}
         finished_s: dict[RequestId, float] = {}
         while not self.paused and not self.idle:
@@ -196,7 +200,7 @@ class Scheduler:
                 del self._prefix_holders[sequence.group]
 
     def cached_tokens(self, group: str, prompt_tokens: int) -> int:
-        """Return the tokens of a prompt that are cached because other sequences of its group run."""
+        """Return the number of tokens of a prompt that are cached because other sequences of its group run."""
         return prompt_tokens // self.shape.block_tokens * self.shape.block_tokens if self._holds(group) else 0
 
     def _holds(self, group: str) -> bool:
@@ -206,7 +210,7 @@ class Scheduler:
         return sequence.prompt_tokens // self.shape.block_tokens
 
     def _cached_blocks(self, sequence: Sequence) -> int:
-        """Return the blocks of a sequence's prompt that are cached, for a sequence that is not running."""
+        """Return the number of cached blocks of the prompt of a sequence that is not running."""
         return self._prefix_blocks(sequence) if self._holds(sequence.group) else 0
 
     def _needed_blocks(self, sequence: Sequence) -> int:
@@ -214,7 +218,8 @@ class Scheduler:
         return self._blocks_of(sequence.context_tokens + 1) - self._cached_blocks(sequence)
 
     def _schedule(self) -> int:
-        """Reserve a block for each running sequence's next token, then admit. Return the tokens to prefill."""
+        """Reserve a block for each running sequence's next token, then admit sequences from the queue. Return the
+        number of tokens to prefill."""
         preempted = False
         index = 0
         while index < len(self.running):
@@ -255,8 +260,8 @@ class Scheduler:
         return prefill_tokens
 
     def _plan_steps(self, until_s: float, prefill_tokens: int) -> tuple[int, float]:
-        """Return the number of equal steps that end by `until_s`, and their total seconds. With 0 steps, return the
-        seconds of the step in progress."""
+        """Return the number of equal steps that end by `until_s`, and their total duration in seconds. If this number
+        is 0, return the duration of the step in progress."""
         if self._step_s is not None:
             return (1, self._step_s) if self.now_s + self._step_s <= until_s else (0, self._step_s)
         most = 1 if prefill_tokens else min(self._steps_in_blocks(), min([s.to_generate for s in self.running]))
@@ -285,7 +290,8 @@ class Scheduler:
         return self._needed_blocks(self.waiting[0]) <= self._free_blocks
 
     def _steps_in_blocks(self) -> int:
-        """Return the steps until a sequence needs a block that is not free. The first step's blocks are reserved."""
+        """Return the number of steps until a sequence needs a block that is not free. The blocks of the first step are
+        already reserved."""
         size = self.shape.block_tokens
         rounds = self._free_blocks // len(self.running)  # `size` further steps take one block per sequence
         free = self._free_blocks - rounds * len(self.running)

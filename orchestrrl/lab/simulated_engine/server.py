@@ -1,7 +1,8 @@
 """The simulated engine: an HTTP server with vLLM's API, whose step times and tokens are computed.
 
-`orchestrrl engine simulated` runs it. Step times come from scheduler.py, tokens from tokens.py, the pace from
-runtime.py; this module has the routes. vLLM is the reference for its behaviour: see the engines' conformance suite.
+`orchestrrl engine simulated` runs it. Step times are computed in scheduler.py and tokens in tokens.py; runtime.py
+advances the scheduler; this module has the routes. vLLM is the reference for its behaviour: see the engines'
+conformance suite.
 """
 
 import asyncio
@@ -50,7 +51,7 @@ class SimulatedServer:
         self._address = (host, port)
 
     async def __aenter__(self) -> Self:
-        """Start the server. Raises Permanent with the fault `fail_start`."""
+        """Start the server. Raises Permanent if the option `fail_start` is set."""
         if self._options.start_delay_s:
             await self._clock.sleep(self._options.start_delay_s / self._options.speed)
         if self._options.fail_start:

@@ -1,9 +1,11 @@
-"""Tokens and lengths of the simulated engine, a deterministic function of (prompt, seed). Pure.
+"""Tokens and lengths of the simulated engine, a deterministic function of (prompt, seed). The functions have no side
+effects.
 
 The next token depends on all previous tokens and on the seed. A request continued on another engine from its prompt and
 partial response therefore yields exactly the tokens of the undisturbed run, as a real model does under greedy decoding.
-The length of a response depends on its prompt and seed too. The start of the response is derived from the context: the
-response is the longest suffix that the engine would have generated, so continuing needs neither a marker nor state.
+The length of a response depends on its prompt and seed too. The start of a partial response in a context is derived
+from the context: the response is the longest suffix that the engine would have generated. Continuing a response
+therefore needs neither a marker nor state.
 """
 
 import math
@@ -36,7 +38,8 @@ def _unit(value: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LengthModel:
-    """Distribution of response lengths: quantiles with log-linear interpolation, and a Gaussian copula within a group.
+    """A distribution of response lengths: quantiles with log-linear interpolation, and a Gaussian copula within a
+    group.
 
     A group consists of the prompts that differ only in their last token or the seed: with greedy decoding, samples of
     one prompt can differ only if their prompts differ. `correlation` is the correlation of the normal scores of two
@@ -58,14 +61,14 @@ class LengthModel:
             raise ValueError(f"correlation must be in 0..1, got {self.correlation}")
 
     def quantile_tokens(self, probability: float) -> int:
-        """Return the length at a cumulative probability in 0..1."""
+        """Return the length in tokens at a cumulative probability in 0..1."""
         index = min(bisect_right(self.quantiles, probability), len(self.quantiles) - 1)
         p_low, p_high = self.quantiles[index - 1], self.quantiles[index]
         low, high = math.log(self.tokens[index - 1]), math.log(self.tokens[index])
         return max(1, round(math.exp(low + (high - low) * (probability - p_low) / (p_high - p_low))))
 
     def sample_tokens(self, group_hash: int, prompt_hash: int, seed: int) -> int:
-        """Return the length of the response to one prompt of a group with one seed."""
+        """Return the length in tokens of the response to one prompt of a group with one seed."""
         of_group = _NORMAL.inv_cdf(_unit(_mix(group_hash ^ 0xA5A5)))
         of_sample = _NORMAL.inv_cdf(_unit(_mix(prompt_hash ^ _mix(seed + 0x5EED))))
         score = math.sqrt(self.correlation) * of_group + math.sqrt(1 - self.correlation) * of_sample
@@ -95,7 +98,7 @@ class Generation:
         return token, -(out >> 40) / (1 << 24)
 
     def follow(self, model: "TokenModel", seed: int) -> None:
-        """Continue with other weights. The length of the response does not change."""
+        """Continue the response with other weights. The length of the response does not change."""
         self.model = model
         self.seed_hash = model.seed_hash(seed)
 

@@ -27,7 +27,7 @@ class SimulatedWeights:
 
 
 def read_weights(folder: Path) -> SimulatedWeights:
-    """Read the weights of a folder. Raises Permanent if it is not a valid checkpoint."""
+    """Read the weights of a folder. Raises Permanent if the folder is not a valid checkpoint."""
     if not folder.is_dir():
         raise Permanent(f"{folder}: must be a folder")
     try:

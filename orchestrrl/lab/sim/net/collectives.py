@@ -1,7 +1,8 @@
-"""Model NCCL's collectives as flows on the network: along rings, with the protocol that NCCL would choose. Pure.
+"""Model NCCL's collectives as flows on the network: along rings, with the protocol that NCCL would choose. The
+functions have no side effects.
 
-Groups are GPUs [rank], or [group, rank] for several groups that call together. Bytes are the size of a call's buffer at
-one rank, as in NCCL's and torch.distributed's calls:
+Groups are arrays of GPUs, indexed by [rank], or by [group, rank] if several groups call together. Bytes are the size of
+a call's buffer at one rank, as in NCCL's and torch.distributed's calls:
 
     all_reduce      the tensor                           bus bandwidth = bytes / s * 2 (n - 1) / n
     all_gather      the input of each rank               bus bandwidth = bytes / s * (n - 1)
@@ -37,7 +38,8 @@ Hop = tuple[tuple[int, int], ...]  # from a rank to the next, directly or throug
 
 @dataclass(frozen=True, slots=True)
 class RankShape:
-    """The placement of a group: for each rank, its server relative to the first rank's, and its NIC in that server."""
+    """The placement of a group: for each rank, the index of its server relative to that of the first rank, and its NIC
+    in that server."""
 
     server: tuple[int, ...]
     nic: tuple[int, ...]
@@ -59,7 +61,7 @@ class RankShape:
 
     @property
     def channels(self) -> int:
-        """The number of NCCL channels. One is enough inside a server: it uses the whole NVLink bandwidth."""
+        """The number of NCCL channels. Inside a server it is 1, because one channel uses the whole NVLink bandwidth."""
         return 1 if self.servers == 1 else min(len({self.nic[r] for r in each}) for each in self.members().values())
 
     def leaders(self, ranks: list[int]) -> list[int]:
@@ -75,14 +77,16 @@ class Pattern:
     part: Floats  # [flow], fraction of the caller's bytes
 
     def over(self, groups: Ints, size: float) -> GpuFlows:
-        """Return the pattern's flows for every group of `groups` [group, rank], with `size` bytes for a part of 1."""
+        """Return the pattern's flows for every group of `groups`, an array of GPUs indexed by [group, rank]. A flow
+        with part 1 has `size` bytes."""
         return GpuFlows(
             groups[:, self.src].ravel(), groups[:, self.dst].ravel(), np.tile(self.part * size, len(groups))
         )
 
 
 def shaped(groups: Ints, servers: Servers) -> Iterator[tuple[RankShape, Ints]]:
-    """Yield each placement with its groups [group, rank], in the order of the placements' first groups."""
+    """Yield each placement with its groups, an array indexed by [group, rank], in the order of the placements' first
+    groups."""
     server, nic = np.divmod(servers.nic_of(groups), servers.nics_per_server)
     rows = np.concatenate((server - server[:, :1], nic), axis=1)
     _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)
@@ -93,7 +97,7 @@ def shaped(groups: Ints, servers: Servers) -> Iterator[tuple[RankShape, Ints]]:
 
 @lru_cache(maxsize=512)
 def rings(shape: RankShape) -> tuple[tuple[Hop, ...], ...]:
-    """Return the hop from each rank to the next, [channel][rank in ring order]."""
+    """Return the hops of each channel's ring, from each rank to the next, in ring order."""
     blocks = list(shape.members().values())
     found = []
     for channel in range(shape.channels):
@@ -151,8 +155,8 @@ class Protocol(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Latencies of a ring. `alone_s` is a network step in a group with one GPU per server, where no step inside a
-    server hides it. NCCL uses a tree's latency for it."""
+    """Latencies of a ring. `alone_s` is the latency of a network step in a group with one GPU per server, where no step
+    inside a server hides the network step. NCCL uses a tree's latency for this case."""
 
     base_s: float
     nvlink_s: float
@@ -181,7 +185,7 @@ class RingChoice:
 
     @property
     def rounds(self) -> int:
-        """The number of steps over the network."""
+        """The number of dependent steps over the network."""
         return self.laps * (self.shape.servers - 1)
 
     @property
@@ -212,7 +216,7 @@ def best(shape: RankShape, size: float, laps: int, servers: Servers) -> RingChoi
 
 
 def p2p_overhead_s(across: bool) -> float:
-    """Return the overhead of one group call of sends and receives. `across`: between servers."""
+    """Return the overhead in seconds of one group call of sends and receives; `across` is true between servers."""
     latency = LATENCIES[Protocol.SIMPLE]
     return latency.base_s + (_host_s(latency.net_s, Protocol.SIMPLE) if across else latency.nvlink_s)
 
@@ -236,8 +240,8 @@ reduce_scatter = all_gather  # the same traffic in the opposite direction
 
 
 def _around(groups: Groups, whole_bytes: Callable[[int], float], laps: int, servers: Servers) -> MessageTransfer:
-    """Return a pipelined ring collective. `whole_bytes` maps a group's number of ranks to the bytes of its message.
-    Groups with different placements end together, with the latency of the slowest."""
+    """Return a pipelined ring collective. `whole_bytes` maps a group's number of ranks to the bytes of the group's
+    message. Groups with different placements end together, with the latency of the slowest group."""
     flows, rounds, overhead_s = [], 0, 0.0
     for shape, alike in _several(groups, servers):
         size = whole_bytes(shape.ranks)
@@ -249,7 +253,8 @@ def _around(groups: Groups, whole_bytes: Callable[[int], float], laps: int, serv
 
 
 def all_to_all(groups: Groups, bytes: float, servers: Servers) -> MessageTransfer:
-    """Return an all-to-all. Its first hop is over NVLink to the receiver's rail (PXN, NCCL's default since 2.12)."""
+    """Return the flows of an all-to-all. The first hop is over NVLink to the receiver's rail (PXN, NCCL's default since
+    2.12)."""
     found = list(_several(groups, servers))
     flows = [pairs(shape).over(alike, bytes / shape.ranks) for shape, alike in found]
     across = any(shape.servers > 1 for shape, _ in found)
@@ -257,7 +262,7 @@ def all_to_all(groups: Groups, bytes: float, servers: Servers) -> MessageTransfe
 
 
 def p2p(groups: Groups, bytes: float, servers: Servers) -> MessageTransfer:
-    """Return one message from each group's first rank to its second."""
+    """Return the flows of one message from each group's first rank to its second rank."""
     each = np.atleast_2d(np.asarray(groups, np.int64))
     if each.shape[1] != 2:
         raise ValueError(f"p2p needs groups of 2 ranks, got groups of {each.shape[1]}")
@@ -268,8 +273,9 @@ def p2p(groups: Groups, bytes: float, servers: Servers) -> MessageTransfer:
 def m2n(
     senders: Sequence[int] | Ints, receivers: Sequence[int] | Ints, bytes: float | Floats, servers: Servers
 ) -> MessageTransfer:
-    """Return messages from each sender to each receiver, as attention sends tokens to experts on other GPUs and back
-    (AFD). `bytes` is the size per sender and receiver: one number, or [sender, receiver]."""
+    """Return the flows of messages from each sender to each receiver, as attention sends tokens to experts on other
+    GPUs and back (AFD). `bytes` is the size per sender and receiver: one number, or an array indexed by [sender,
+    receiver]."""
     src, dst = np.asarray(senders, np.int64), np.asarray(receivers, np.int64)
     size = np.broadcast_to(np.asarray(bytes, np.float64), (len(src), len(dst)))
     return _sent(GpuFlows(np.repeat(src, len(dst)), np.tile(dst, len(src)), size.ravel().copy()), servers)

@@ -1,8 +1,9 @@
-"""Compute max-min fair rates of flows, the end times of flows that start together, and times of collectives. Pure.
+"""Compute max-min fair rates of flows, the end times of flows that start together, and times of collectives. The
+functions have no side effects.
 
-All rates rise equally, and a flow's rate is fixed once one of its links is full (progressive filling; Bertsekas and
-Gallager, Data Networks, section 6.5.2). Finished flows release their bandwidth, so that rates are max-min fair at every
-moment. Steady flows, each with a maximum rate, may run throughout.
+All rates rise equally, and a flow's rate is fixed when one of the flow's links is full (progressive filling; Bertsekas
+and Gallager, Data Networks, section 6.5.2). Finished flows release their bandwidth, so that rates are max-min fair at
+every moment. Steady flows, each with a maximum rate, may run throughout.
 """
 
 import heapq
@@ -27,8 +28,9 @@ class FlowProblem:
 
     @classmethod
     def of(cls, network: LinkNetwork, routes: FlowRoutes, cap: Floats | None = None) -> "FlowProblem":
-        """Build a problem with one row per flow. A flow with a finite `cap` [flow], bytes/s, gets a private link of
-        that capacity. Links with a share of 0 are dropped, so that they do not limit the flow."""
+        """Build a problem with one row per flow. `cap` is the maximum rate of each flow in bytes/s; a flow with a
+        finite maximum gets a private link of that capacity. Links on which the flow has a share of 0 are dropped, so
+        that they do not limit the flow."""
         taken = routes.share > 0
         begin, link, load = (
             np.concatenate(([0], np.cumsum(taken)))[routes.begin],
@@ -48,20 +50,21 @@ class FlowProblem:
 
     @property
     def levels(self) -> Floats:
-        """The max-min fair rate of each row, [row]."""
+        """The max-min fair rate of each row, as an array indexed by row."""
         return np.asarray(filled(self.capacity, self.begin, self.link, self.load, np.arange(len(self.begin) - 1)))
 
 
 def rates(network: LinkNetwork, flows: GpuFlows, *, cap: Floats | None = None) -> Floats:
-    """Return the rates [flow], bytes/s, of flows that all run at once: 0 over a link without capacity, inf over no
-    link. `cap` [flow], bytes/s, limits each flow."""
+    """Return the rate of each flow in bytes/s if all flows run at once: 0 for a flow over a link without capacity, inf
+    for a flow over no link. `cap` is the maximum rate of each flow in bytes/s."""
     return FlowProblem.of(network, network.routes(flows), cap).levels
 
 
 @njit(cache=True)
 def filled(capacity: Floats, begin: Ints, link: Ints, load: Floats, rows: Ints) -> Floats:
-    """Return the max-min fair rates [row of `rows`] of those rows alone. A heap yields the link that fills first. The
-    level of a link only rises as rows are fixed, so that a stale entry is pushed back with its new level."""
+    """Return the max-min fair rate of each of `rows`, as if the problem had no other rows. A heap yields the link that
+    fills first. The level of a link only rises as rows are fixed, so that a stale entry is pushed back with its new
+    level."""
     links = len(capacity)
     count, weight = np.zeros(links + 1, np.int64), np.zeros(links)
     for r in rows:
@@ -101,7 +104,8 @@ def filled(capacity: Floats, begin: Ints, link: Ints, load: Floats, rows: Ints) 
 
 @njit(cache=True)
 def _exact(capacity: float, start: int, end: int, row_of: Ints, load_of: Floats, level: Floats) -> float:
-    """Return the level at which a link is full. It is summed anew: the running difference has lost precision."""
+    """Return the level at which a link is full. The level is summed anew, because the running difference has lost
+    precision."""
     used, weight = 0.0, 0.0
     for k in range(start, end):
         if level[row_of[k]] == np.inf:
@@ -117,9 +121,10 @@ TOLERANCE = 1e-3
 def finish_s(
     network: LinkNetwork, flows: GpuFlows, routes: FlowRoutes | None = None, *, tolerance: float = TOLERANCE
 ) -> Floats:
-    """Return the end time [flow], seconds, of flows that all start at 0; inf over a link without capacity. Finished
-    flows release their bandwidth. Flows whose end times differ by at most the fraction `tolerance` are ended in one
-    step, so that a link falls behind by at most that fraction of its bytes. `routes`: the flows' routes, if known."""
+    """Return the end time of each flow in seconds if all flows start at 0; inf for a flow over a link without capacity.
+    Finished flows release their bandwidth. Flows whose end times differ by at most the fraction `tolerance` are ended
+    in one step, so that a link falls behind by at most that fraction of its bytes. `routes` are the flows' routes, if
+    already computed."""
     problem = FlowProblem.of(network, network.routes(flows) if routes is None else routes)
     return _finish(problem, flows.bytes, np.zeros(len(flows)), tolerance)[0]
 
@@ -128,9 +133,9 @@ def finish_beside(
     network: LinkNetwork, flows: GpuFlows, routes: FlowRoutes, steady: GpuFlows, *, tolerance: float = TOLERANCE
 ) -> tuple[Floats, Floats]:
     """Return `finish_s` of `flows` while `steady` flows, which never end, use at most `steady.bytes` bytes/s each; and
-    the delay of each steady flow in seconds. The delay is the bytes that it lost to `flows`, divided by its rate
-    without them. A steady flow may also gain for a while, if its competitors are slowed on other links: only the
-    balance at the end counts, at least 0."""
+    the delay of each steady flow in seconds. The delay is the number of bytes that the steady flow lost to `flows`,
+    divided by its rate without `flows`. A steady flow may gain bytes for a while, if its competitors are slowed on
+    other links: only the net loss at the end counts, and it is at least 0."""
     count = len(flows)
     size = np.concatenate((flows.bytes, np.full(len(steady), np.inf)))
     cap = np.concatenate((np.full(count, np.inf), steady.bytes))
@@ -151,8 +156,8 @@ def _joined(first: FlowRoutes, then: FlowRoutes) -> FlowRoutes:
 
 
 def _finish(problem: FlowProblem, size: Floats, alone: Floats, tolerance: float) -> tuple[Floats, Floats]:
-    """Return the end time [row], and [row] the bytes by which the row is behind its rate `alone` [row], bytes/s, at the
-    last end. Rows without a link take no time."""
+    """Return two arrays indexed by row: the end time, and the number of bytes by which the row is behind its rate
+    `alone` (bytes/s) when the last row ends. Rows without a link take no time."""
     left = np.where(np.diff(problem.begin) > 0, size, 0.0)
     return _drained(problem.capacity, problem.begin, problem.link, problem.load, left, alone, tolerance)
 
@@ -182,9 +187,9 @@ def _drained(
 
 
 def seconds(network: LinkNetwork, transfer: MessageTransfer) -> float:
-    """Return the seconds of a transfer that runs alone: until its last flow ends, plus the latency of its rounds. One
-    round has the latency of the slowest flow. Several rounds pass over every flow between servers one after another, so
-    that each round has the mean latency of these flows."""
+    """Return the duration in seconds of a transfer that runs alone: the time until its last flow ends, plus the latency
+    of its rounds. A single round has the latency of the slowest flow. Several rounds pass over every flow between
+    servers, one flow after another, so that each round has the mean latency of these flows."""
     flows = transfer.flows
     if not len(flows):
         return transfer.overhead_s
@@ -200,8 +205,8 @@ TierBytes = Mapping[str, float]  # by a LinkTier's value
 
 
 def tier_bytes(network: LinkNetwork, flows: GpuFlows, routes: FlowRoutes | None = None) -> TierBytes:
-    """Return the bytes over the links of each tier. Both directions through a switch count: the link up to it and the
-    link down from it. `routes`: the flows' routes, if known."""
+    """Return the number of bytes over the links of each tier. A flow through a switch counts twice: on the link up to
+    the switch and on the link down from it. `routes` are the flows' routes, if already computed."""
     routes = network.routes(flows) if routes is None else routes
     of_entry = np.repeat(flows.bytes, np.diff(routes.begin)) * routes.share
     by_link = np.bincount(routes.link, of_entry, len(network.tier))

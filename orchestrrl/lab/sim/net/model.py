@@ -1,8 +1,9 @@
 """Types of the network simulator: servers, links, routes, flows, and the messages of a collective.
 
-GPUs are numbered across the cluster, server by server: GPU g is on server g // gpus_per_server, at index
-g % gpus_per_server. NICs are numbered alike. Links are directed. One link may represent a bundle of equal links between
-the same two switches: packets are sprayed over the bundle, so that it behaves as one link of the summed rate.
+GPUs are numbered across the cluster, server by server: GPU g is on server g // gpus_per_server, at index g %
+gpus_per_server. NICs are numbered in the same way. Links are directed. One link may represent a bundle of equal links
+between the same two switches: packets are sprayed over the bundle, so that the bundle behaves as one link of the summed
+rate.
 """
 
 from dataclasses import dataclass, field
@@ -126,12 +127,12 @@ class GpuFlows:
         return GpuFlows(self.src[these], self.dst[these], self.bytes[these])
 
     def cross(self, servers: Servers) -> Bools:
-        """Return whether each flow is between different servers, [flow]."""
+        """Return whether each flow is between different servers, as an array indexed by flow."""
         return np.asarray(self.src // servers.gpus_per_server != self.dst // servers.gpus_per_server)
 
     def merged(self) -> tuple["GpuFlows", Ints]:
-        """Merge flows with the same source and destination. Return the merged flows, and the index of the merged flow
-        that contains each original flow, [flow]."""
+        """Merge flows with the same source and destination. Return the merged flows, and an array that maps each
+        original flow to the index of its merged flow."""
         width = int(self.dst.max(initial=0)) + 1
         pairs, of = np.unique(self.src * width + self.dst, return_inverse=True)
         size = np.bincount(of, self.bytes, len(pairs)).astype(np.float64)
@@ -151,7 +152,7 @@ class FlowRoutes:
 
 
 class FlowRouter(Protocol):
-    """A pure function from flows to routes: the same flows take the same routes."""
+    """A function from flows to routes, without side effects: the same flows always take the same routes."""
 
     def __call__(self, src: Ints, dst: Ints) -> FlowRoutes:
         """Return the routes of flows between different GPUs. Raises ValueError if a flow has no path."""
@@ -160,7 +161,7 @@ class FlowRouter(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)  # == of arrays has no single truth value
 class LinkNetwork:
-    """The links and routes of a fabric in one configuration."""
+    """The links and routes of a fabric in one configuration of its circuits."""
 
     servers: Servers
     capacity_bytes_per_s: Floats  # [link], payload

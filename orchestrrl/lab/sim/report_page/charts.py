@@ -1,4 +1,4 @@
-"""Draw the charts of a report, each a figure of groups of runs; None if there is no data."""
+"""Draw the charts of a report. A chart is a figure of several groups of runs, or None if there is no data."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -29,7 +29,7 @@ PER_PARTS = 24  # maximum groups per chart whose colours do not denote groups
 
 
 def time_line(run: RlRun, until_s: float) -> "Figure | None":
-    """Draw the activities of each part of the cluster over time. The axis ends at `until_s`."""
+    """Draw the activities of each part of the cluster over time. The time axis ends at `until_s`."""
     spans = sorted(run.spans, key=lambda span: (span.begin_s, span.lane, span.step))[:MOST_SPANS]
     if not spans:
         return None
@@ -55,7 +55,8 @@ def time_line(run: RlRun, until_s: float) -> "Figure | None":
 
 
 def _lanes(spans: Sequence[TimelineSpan]) -> dict[str, list[TimelineSpan]]:
-    """Return the spans by lane name, from top to bottom. Few faults get a lane each, because they may overlap."""
+    """Return the spans by lane name, from the top lane to the bottom lane. If there are only a few faults, each gets
+    its own lane, because faults may overlap."""
     labels = {span.label for span in spans if span.lane == FAULTS}
     few = len(labels) <= FAULT_LANES and all(len(label) <= FAULT_LETTERS for label in labels)
     lanes: dict[str, list[TimelineSpan]] = {}
@@ -72,7 +73,8 @@ def stage_s(run: RlRun, stage: str) -> float | None:
 
 
 def tier_gbps(run: RlRun) -> dict[tuple[str, str], float]:
-    """Return bandwidths by stage and tier: the bytes of one stage over all links of the tier, over its duration."""
+    """Return bandwidths by stage and tier: the number of bytes of one stage over all links of the tier, divided by the
+    stage's duration."""
     found = {}
     for stage, tiers in run.tier_bytes.items():
         seconds = stage_s(run, DURING.get(stage, stage))
@@ -83,7 +85,7 @@ def tier_gbps(run: RlRun) -> dict[tuple[str, str], float]:
 
 
 def by_stage(stage: str, tier: str) -> tuple[tuple[int, str], tuple[int, str]]:
-    """Return the sort key of bandwidths."""
+    """Return the key by which bandwidths are sorted: stage, then tier."""
     return rank(STAGES, stage), rank(TIERS, tier)
 
 

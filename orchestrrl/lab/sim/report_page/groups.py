@@ -1,4 +1,5 @@
-"""Group results for a report: merge seeds, and label scenarios with equal names and other names for display. Pure."""
+"""Group results for a report: merge seeds, label scenarios that have equal names, and define the names for display. The
+functions have no side effects."""
 
 import json
 import re
@@ -36,13 +37,13 @@ def scenario_names(scenarios: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def in_order(name: str) -> list[tuple[float, str]]:
-    """Return a sort key that compares numbers in the name by value."""
+    """Return a key for sorting names in which numbers compare by value."""
     parts = _NUMBER.split(name)
     return [(float(part), "") if place % 2 else (0.0, part) for place, part in enumerate(parts)]
 
 
 def _clashing(scenarios: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Return the names of fabrics that have different options in different scenarios."""
+    """Return the names of the fabrics that have different options in different scenarios."""
     found: dict[str, set[str]] = {}
     for scenario in scenarios:
         for title, section in _fabrics(scenario).items():
@@ -56,7 +57,7 @@ def _fabrics(scenario: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def _distinguishing(scenario: Mapping[str, Any], clashing: Iterable[str]) -> dict[str, Any]:
-    """Return the fields that distinguish a scenario, with the options of fabrics in `clashing`."""
+    """Return the fields that can distinguish a scenario, including the options of the fabrics in `clashing`."""
     found = {name: value for name, value in scenario.items() if name not in ("seeds", "fabrics")}
     if isinstance(generation := found.get("generation"), Mapping):
         found["generation"] = {name: value for name, value in generation.items() if name != "arms"}
@@ -165,7 +166,7 @@ _ALIKE = re.compile(r"^\d+ x (\S+)$")
 
 @dataclass(frozen=True, slots=True)
 class ArmGroup:
-    """The results of one arm, fabric and scenario. Charts show the first seed, numbers the median over seeds."""
+    """The results of one arm, fabric and scenario. Charts show the first seed; numbers are medians over seeds."""
 
     scenario: str  # display name, unique in the report
     fabric: str
@@ -197,7 +198,7 @@ class ArmGroup:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The minimum and maximum of samples per second over seeds."""
+        """The minimum and the maximum over seeds of samples per second."""
         rates = [result.samples_per_s for result in self.results]
         return min(rates), max(rates)
 
@@ -211,7 +212,8 @@ class ArmGroup:
 
     @property
     def gen_phases_s(self) -> dict[str, float]:
-        """Seconds by fleet. A uniform fleet is named by its configuration, without the number of engines."""
+        """The seconds of generation by fleet. A uniform fleet is named by its configuration, without the number of
+        engines."""
         found: dict[str, float] = {}
         for name, seconds in self.first.gen_phases_s.items():
             kind = _ALIKE.sub(r"\1", name)
@@ -219,12 +221,14 @@ class ArmGroup:
         return found
 
     def idle_share(self, stage: FabricStage) -> float | None:
-        """Return the idle fraction of a stage's GPUs, median over seeds; None if no run has it."""
+        """Return the idle fraction of a stage's GPUs, as the median over seeds; None if no run reports this
+        fraction."""
         shares = [result.run.idle_share[stage] for result in self.results if stage in result.run.idle_share]
         return median(shares) if shares else None
 
     def mean_step_s(self) -> dict[str, float]:
-        """Return the seconds of a step by activity: mean over steps after the warm-up, median over seeds."""
+        """Return the seconds of a step by activity: the mean over the steps after the warm-up, then the median over
+        seeds."""
         loop = self.first.scenario.get("loop")
         warmup_steps = int(loop.get("warmup_steps", 0)) if isinstance(loop, Mapping) else 0
         measured = [result.run.steps[warmup_steps:] for result in self.results]
@@ -252,8 +256,8 @@ def groups_of(results: Sequence[ClusterResult]) -> tuple[ArmGroup, ...]:
 
 
 def frontier(groups: Sequence[ArmGroup]) -> tuple[bool, ...]:
-    """Return whether each group is on the Pareto frontier: no other group has at least its throughput for at most its
-    cost, and is better in one of them. Groups without a price are never on it."""
+    """Return whether each group is on the Pareto frontier: no other group has at least this throughput for at most this
+    cost and is better in throughput or cost. Groups without a price are never on the frontier."""
     priced = [group for group in groups if group.network_usd > 0]
     best = iter(pareto([(group.network_usd, group.samples_per_s) for group in priced]))
     return tuple(group.network_usd > 0 and next(best) for group in groups)

@@ -43,7 +43,7 @@ QUANTILES = (0.1, 0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class PercentShare:
-    """A fraction that is shown in per cent."""
+    """A fraction that is displayed in per cent."""
 
     value: float
 
@@ -53,7 +53,8 @@ Row = Mapping[str, Cell]  # by column; the column of row names has the empty nam
 
 
 def table(rows: Sequence[Row], best: Sequence[bool] = ()) -> str:
-    """Return an HTML table. `best` [row] marks rows. Empty columns are omitted; the first column names the rows."""
+    """Return an HTML table. Rows for which `best` is true are marked. Empty columns are omitted; the first column names
+    the rows."""
     if not rows:
         return ""
     columns = [name for name in rows[0] if not name or any(row[name] is not None for row in rows)]
@@ -82,7 +83,8 @@ def _cell(value: Cell) -> str:
 
 
 def summary(groups: Sequence[ArmGroup]) -> str:
-    """Return the table of throughput, relative to the first group of the same scenario name, and network cost."""
+    """Return the table of throughput and network cost. Throughput is also shown relative to the first group of the same
+    scenario name."""
     first: dict[str, float] = {}
     sizes = Counter(group.family for group in groups)
     rows: list[Row] = []
@@ -114,7 +116,7 @@ def _share(value: float | None) -> PercentShare | None:
 
 
 def stages(groups: Sequence[ArmGroup]) -> str:
-    """Return the table of stage times: medians over the stages of the first seed."""
+    """Return the table of stage durations, as medians over the stages of the first seed."""
     return table(
         [
             {
@@ -130,7 +132,8 @@ def stages(groups: Sequence[ArmGroup]) -> str:
 
 
 def steps(groups: Sequence[ArmGroup]) -> str:
-    """Return the table of the seconds of a step, mean over steps. Columns without time are omitted."""
+    """Return the table of the seconds that each activity takes in a step, as the mean over steps. Columns with only
+    zeros are omitted."""
     means = [group.mean_step_s() for group in groups]
     names = sorted(
         {name for each in means for name, seconds in each.items() if seconds > 0},
@@ -144,7 +147,7 @@ def steps(groups: Sequence[ArmGroup]) -> str:
 
 
 def tier_rates(groups: Sequence[ArmGroup]) -> str:
-    """Return the table of bytes and bandwidth by stage and tier."""
+    """Return the table of the number of bytes and the bandwidth by stage and tier."""
     return table(
         [
             {
@@ -161,7 +164,8 @@ def tier_rates(groups: Sequence[ArmGroup]) -> str:
 
 
 def slack(groups: Sequence[ArmGroup]) -> str:
-    """Return the table of windows in an optimiser step, in milliseconds. The stored windows are a sample of all."""
+    """Return the table of windows in an optimiser step, in milliseconds. The stored windows are a sample of all
+    windows."""
     rows: list[Row] = []
     for group in groups:
         if lengths_ms := [window.length_s * 1e3 for window in group.first.run.windows]:
@@ -233,7 +237,7 @@ def write(results: Iterable[ClusterResult], path: Path, *, command: str = "") ->
 
 
 def page(results: Sequence[ClusterResult], *, command: str = "") -> str:
-    """Return the page. Raises ProblemFaults if there are no results."""
+    """Return the page as HTML. Raises ProblemFaults if there are no results."""
     if not results:
         raise ProblemFaults(["results: must not be empty"])
     groups = groups_of(results)
@@ -299,12 +303,12 @@ def _stages(groups: Sequence[ArmGroup]) -> str:
 
 
 def _pictures(title: str, groups: Sequence[ArmGroup], draw: "Callable[[Sequence[ArmGroup]], Figure | None]") -> str:
-    """Return charts for the scenarios of each name, each with as many groups as are distinguishable."""
+    """Return charts for the scenarios of each name. A chart contains at most as many groups as are distinguishable."""
     return "".join(_figure(title, draw(some)) for some in _cut(groups))
 
 
 def _figure(title: str, figure: "Figure | None") -> str:
-    """Return the chart as HTML. It scrolls horizontally on narrow screens, so that text stays legible."""
+    """Return the chart as HTML. The chart scrolls horizontally on narrow screens, so that its text stays legible."""
     return f'<figure><div class="wide">{inline_svg(figure, title)}</div></figure>' if figure is not None else ""
 
 
@@ -323,7 +327,7 @@ def _arms(groups: Sequence[ArmGroup]) -> str:
 
 
 def _notes(groups: Sequence[ArmGroup]) -> str:
-    """Return each distinct note once, with the groups that have it."""
+    """Return each distinct note once, with the groups that have the note."""
     having: dict[str, list[str]] = {}
     for group in groups:
         for note in group.first.run.notes:

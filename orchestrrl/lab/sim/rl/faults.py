@@ -1,4 +1,4 @@
-"""Model failures of a cluster over time, and how they lengthen a stage. Pure.
+"""Model failures of a cluster over time, and how they lengthen a stage. The functions have no side effects.
 
 If a server fails, the work of its current iteration is lost.
 """
@@ -62,7 +62,8 @@ class ClusterFaultSchedule:
         return tuple(fault for fault in self.faults if fault.fail in parts and fault.holds(now_s))
 
     def network(self, now_s: float) -> SimulatedFailures:
-        """Return the fabric's failures at a time. Failed servers are not included: they are replaced, or unused."""
+        """Return the fabric's failures at a time. Failed servers are not included, because they are replaced or
+        unused."""
         nics = {nic for fault in self.holding(now_s, FaultyPart.NIC) for nic in fault.of}
         return SimulatedFailures(
             nics=frozenset(nics),
@@ -76,12 +77,13 @@ class ClusterFaultSchedule:
         return tuple(sorted(times))
 
     def pieces(self, begin_s: float) -> Iterator[tuple[float, float]]:
-        """Yield the intervals (from, until) between changes, from `begin_s` on; the last has no end."""
+        """Yield the intervals (from, until) between changes of the failures, from `begin_s` on; the last interval has
+        no end."""
         return pairwise([begin_s, *(change_s for change_s in self.changes_s() if change_s > begin_s), math.inf])
 
 
 def _shares(faults: Iterable[ClusterFaultSection]) -> dict[int, float]:
-    """Return the lost fraction of each bundle. Faults of the same bundle add up, to at most 1."""
+    """Return the lost fraction of each bundle of links. Faults of the same bundle add up, to at most 1."""
     lost: dict[int, float] = {}
     for fault in faults:
         for number in fault.of:
@@ -95,7 +97,8 @@ class NeverEnds(ValueError):
 
 def stretched_s(schedule: ClusterFaultSchedule, begin_s: float, seconds: Callable[[float], float]) -> float:
     """Return the duration of work that begins at `begin_s`. `seconds(now_s)` is the duration of the whole work under
-    the faults at that time; inf if it makes no progress. Completed work is kept. Raises NeverEnds."""
+    the faults at that time; inf if it makes no progress. Completed work is kept. Raises NeverEnds if permanent faults
+    prevent progress."""
     left = 1.0
     for from_s, until_s in schedule.pieces(begin_s):
         whole_s = seconds(from_s)
@@ -111,8 +114,8 @@ def stretched_s(schedule: ClusterFaultSchedule, begin_s: float, seconds: Callabl
 def with_lost_work_s(
     schedule: ClusterFaultSchedule, begin_s: float, seconds: Callable[[float], float], servers: range, recovery_s: float
 ) -> float:
-    """Return `stretched_s` of an iteration that restarts if one of `servers` fails. A replacement server begins the
-    iteration again `recovery_s` later."""
+    """Return the duration as `stretched_s` does, for an iteration that restarts if one of `servers` fails. A
+    replacement server begins the iteration again `recovery_s` later."""
     start_s = begin_s
     lost = sorted(
         fault.at_s

@@ -1,14 +1,14 @@
 """Simulate generation steps on a fabric: engine profiles for the network's bandwidth, then the scheduling of an arm.
 
 Arms are those of `sim gen` (docs/simulator.md). Static arms run as in `sim gen`. OrchestrRL's arms use the real planner
-and balancer in a fast loop (generation_fast.py), and the KV of replaced engines goes over the fabric. The steps of an
-arm depend on each other: the forecast learns from each step, and engines stay as the previous step left them.
+and balancer in a fast loop (generation_fast.py), and the KV of replaced engines is sent over the fabric. The steps of
+an arm depend on each other: the forecast learns from each step, and engines stay as the previous step left them.
 
 A step may also replace its engines once, at a given point, as in figure 18 of the OrchestrRL paper. When a given
 fraction of requests remains, the instances of one configuration are replaced by those of another. Parameters are loaded
 from CPU memory, KV goes over the fabric or is recomputed, and the new instances decode the remaining tokens. Requests
-are balanced by their current tokens, since output lengths are not known, among the new instances on the GPUs that they
-ran on, so that KV has short paths.
+are assigned to the new instances on the GPUs that they ran on, so that KV has short paths. They are balanced by their
+current tokens, since output lengths are not known.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,8 +51,8 @@ LeftRequest = tuple[HeldSequence, int]  # an unfinished request when engines cha
 @dataclass(frozen=True)
 class EnginesOnFabric:
     """The engines of a generation section on a fabric, shared by all arms and seeds. Their configurations are predicted
-    for `layouts` on this fabric, or taken from the section's profile, which the network does not change. `daemon` is a
-    daemon's configuration without `fleet`."""
+    for `layouts` on this fabric, or taken from the section's profile, which does not depend on the network. `daemon` is
+    a daemon's configuration without `fleet`."""
 
     section: GenerationSection
     hardware: Hardware
@@ -64,7 +64,7 @@ class EnginesOnFabric:
 
     @cached_property
     def profile(self) -> Profile:
-        """The profile of the engines. Raises ValueError if no configuration fits."""
+        """The profile of the engines. Raises ValueError if no configuration fits on the GPUs."""
         return self.section.profile_value or on_fabric(self.hardware, self.layouts, self.where, self.fabric)
 
     @cached_property
@@ -78,11 +78,13 @@ class EnginesOnFabric:
         }
 
     def kinds(self, scenario: GenerationScenario) -> dict[ConfigurationId, EngineKind]:
-        """Return the usable engine kinds. Each is limited to the number of engines that the PoDs have room for."""
+        """Return the usable engine kinds. The number of engines of each kind is limited to the number that the PoDs
+        have room for."""
         return {name: replace(kind, most=len(self.fleets[name])) for name, kind in usable_kinds(scenario).items()}
 
     def sent(self, tokens: Mapping[ConfigurationId, float]) -> TierBytes:
-        """Return the bytes by tier that engines exchange for `tokens`, generated or prefilled by each configuration."""
+        """Return the number of bytes by tier that engines exchange to process `tokens`, the number of tokens that each
+        configuration generates and prefills."""
         servers = self.fabric.servers
         for name in tokens:
             if name not in self._token_bytes:
@@ -149,8 +151,8 @@ def stage_of(
     seconds: float | None = None,
     carried: int = 0,
 ) -> GenStage:
-    """Return the stage of one step. `finish_s` ascends. `seconds` is the step's duration; None: until the last answer.
-    `carried` is the number of requests that the next step finishes."""
+    """Return the stage of one step. `finish_s` ascends. `seconds` is the step's duration; None means that the step ends
+    with its last answer. `carried` is the number of requests that the next step finishes."""
     lengths = [float(request.prompt_tokens + request.output_tokens) for request in requests]
     return GenStage(
         seconds=finish_s[-1] if seconds is None else seconds,
@@ -219,8 +221,9 @@ def _ended_s(engine: Scheduler, until_s: float) -> list[float]:
 
 
 def _dealt(left: Sequence[LeftRequest], before: UniformFleet, after: UniformFleet) -> list[int]:
-    """Return the new instance of each request, [request]. Requests are assigned in descending size, each to the least
-    loaded instance among those on its current GPUs, or among all if there are none."""
+    """Return the new instance of each request, as an array indexed by request. Requests are assigned in descending
+    size, each to the least loaded instance among the instances on its current GPUs, or among all instances if there is
+    none on these GPUs."""
     near = [np.flatnonzero(np.isin(after.gpus, gpus).any(axis=1)).tolist() for gpus in before.gpus]
     loads, targets = [0] * len(after), [0] * len(left)
     for number in sorted(range(len(left)), key=lambda number: (-left[number][0].context_tokens, left[number][0].id)):

@@ -1,12 +1,12 @@
 """Simulate generation steps under the real planner and balancer, without the rest of the control plane. This is fast
 enough for the scoreboard.
 
-The simulation includes the planner with its forecast, admission and costs, called as the daemon calls it; the
-balancer's packing; the engines' schedulers; and redeployments with their duration. Unlike `sim gen`, it excludes
+The simulation includes the planner (forecast, plan admission and costs), which is called as by the daemon, the
+balancer's packing, the engines' schedulers, and redeployments with their duration. Unlike `sim gen`, it excludes
 agents, gateway, journal and operations. Telemetry is never delayed or stale. Moves and stops take no time. Requests are
 first routed by KV capacity instead of one by one. Plans are not corrected by the outcome of earlier plans, and there
 are no failures. With a `kv_network`, KV goes over the fabric when engines change, and arrives instantly if single
-requests move between engines that remain. Without one, KV is recomputed.
+requests move between engines that remain. Without a `kv_network`, KV is recomputed.
 """
 
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ class LiveRequest:
 
 @dataclass(slots=True)
 class LiveEngine:
-    """A simulated engine. It serves requests from `ready_s` on."""
+    """A simulated engine, which serves requests from `ready_s` on."""
 
     id: EngineId
     kind: EngineKind
@@ -99,7 +99,7 @@ class LiveEngine:
         live.request.submit(self.scheduler, max(at_s, self.ready_s), live.generated, prefilled=prefilled)
 
     def update_rate(self, now_s: float, window_s: float) -> None:
-        """Update the decode rate after each window."""
+        """Update the measured decode rate if a measurement window has ended."""
         since_s, tokens = self.seen
         if now_s - since_s >= window_s:
             made = self.scheduler.generated_tokens_total
@@ -144,8 +144,8 @@ class FastStep:
 
     @property
     def phases_s(self) -> dict[str, float]:
-        """Seconds under each fleet, redeploying, and moving KV. They add up to the step. Engines that remain keep
-        decoding throughout."""
+        """The seconds under each fleet, redeploying, and moving KV, which add up to the duration of the step. Engines
+        that remain keep decoding during a redeployment."""
         phases_s: dict[str, float] = {}
         end_s = self.makespan_s
         for (begin_s, name), (until_s, _) in pairwise([*self.phases, (end_s, "")]):
@@ -156,7 +156,7 @@ class FastStep:
 
 
 def run_fast(run: ControlledRun, kv_network: OverFabric | None = None) -> list[FastStep]:
-    """Return the results of the run's steps, including the warm-up."""
+    """Return the results of the run's steps, including the warm-up steps."""
     fleet = _FastFleet(run, kv_network)
     return [fleet.step(requests) for requests in run.steps]
 
@@ -209,8 +209,8 @@ class _FastFleet:
         return tokens
 
     def _submit(self, requests: Sequence[SimRequest]) -> None:
-        """Submit requests to engines: round-robin by prompt, or, if the arm routes, to the engine with the fewest
-        requests per KV capacity, as the gateway's load index does with idle engines."""
+        """Submit requests to engines. If the arm routes, a request goes to the engine with the fewest requests per KV
+        capacity, as by the gateway's load index with idle engines. Otherwise, prompts are assigned round-robin."""
         engines = [self._engines[id] for id in sorted(self._engines)]
         queue = [(0.0, place) for place in range(len(engines))]
         heapify(queue)
@@ -252,7 +252,7 @@ class _FastFleet:
             self._balance(snapshot, step)
 
     def _snapshot(self, started_s: float) -> Snapshot:
-        """Return the snapshot that agents and a gateway would report without delay: every age is 0."""
+        """Return the snapshot of telemetry that agents and a gateway would report without delay: every age is 0."""
         running = self._running()
         return Snapshot(
             now_s=self._now_s,
@@ -295,7 +295,7 @@ class _FastFleet:
                 self._move(self._live[move.request], move.to_engine, step, prefilled=self._kv_network is not None)
 
     def _carry_out(self, plan: Plan, step: FastStep, started_s: float) -> None:
-        """Carry out a plan. Removed engines stop at once; new ones serve after they have started and received KV."""
+        """Carry out a plan. Removed engines stop at once; new engines serve after they have started and received KV."""
         new = [each for each in plan.instances if not each.kept]
         kept = {each.id for each in plan.instances if each.kept}
         moved = [

@@ -1,20 +1,21 @@
-"""Place a configuration's instances on GPUs; simulate exchanges inside them and KV moves between them. Pure.
+"""Place a configuration's instances on GPUs; simulate exchanges inside them and KV moves between them. The functions
+have no side effects.
 
 An instance is inside a server, or on consecutive whole servers. Under AFD its attention GPUs come first. Instances that
 fit into a PoD of the fabric stay inside one. The remaining servers of several PoDs form instances together if this does
-not reduce their bandwidth, as in trees of packet switches. Otherwise they stay idle, because such an instance would get
-half or a third of the others' bandwidth.
+not reduce their bandwidth, as in trees of packet switches. Otherwise the remaining servers stay idle, because an
+instance that spans PoDs would get half or a third of the bandwidth of other instances.
 
 EP sends all-to-all among an instance's ranks, AFD between attention and FFN in both directions, and wide TP in rings
-along rails. A rate is the bytes that a GPU sends over the time until the instance's last flow ends, which is the
-divisor in the roofline (planner/cost/roofline.py). Tensor parallelism reduces twice in each layer. With expert
-parallelism each token goes to its experts and back, and likewise to the FFN GPUs under AFD. Each configuration is
-evaluated alone, on the whole fleet.
+along rails. A rate is the number of bytes that a GPU sends, divided by the time until the instance's last flow ends.
+The roofline (planner/cost/roofline.py) divides by this rate. Tensor parallelism reduces twice in each layer. With
+expert parallelism each token is sent to its experts and back; under AFD it is sent to the FFN GPUs and back. Each
+configuration is evaluated alone, on the whole fleet.
 
 KV follows its requests to other instances over the fabric, or is recomputed if that is faster. A request's KV is on the
-GPUs of one attention replica, with its heads spread evenly, before and after. GPUs that hold the same heads twice
-(fewer KV heads than GPUs) receive one half each and copy the rest over NVLink, whose time is negligible. All transfers
-begin at once. An instance recomputes its requests one after another.
+GPUs of one attention replica, with its heads spread evenly, before and after the move. If there are fewer KV heads than
+GPUs, two GPUs hold the same heads: each receives one half and copies the other half over NVLink in negligible time. All
+transfers begin at once. An instance recomputes its requests one after another.
 """
 
 import itertools
@@ -49,18 +50,18 @@ class UniformFleet:
 
     @property
     def attention(self) -> Ints:
-        """The GPUs that hold KV, [instance, rank]."""
+        """The GPUs that hold KV, as an array indexed by [instance, rank]."""
         return self.gpus[:, : self.parallelism.attention_gpus] if self.parallelism.afd else self.gpus
 
     @property
     def ffn(self) -> Ints:
-        """The FFN GPUs under AFD, [instance, rank]; otherwise empty."""
+        """The FFN GPUs under AFD, as an array indexed by [instance, rank]; empty without AFD."""
         return self.gpus[:, self.parallelism.attention_gpus :] if self.parallelism.afd else self.gpus[:, :0]
 
 
 def deployed(parallelism: Parallelism, where: range, servers: Servers, pods: Pods | None = None) -> UniformFleet:
-    """Return as many instances as fit on the GPUs `where`. `pods` None: all servers form one PoD. Raises ValueError if
-    `where` or an instance does not consist of whole servers."""
+    """Return a fleet of as many instances as fit on the GPUs `where`. If `pods` is None, all servers form one PoD.
+    Raises ValueError if `where` or an instance does not consist of whole servers."""
     size, per_server = parallelism.gpus, servers.gpus_per_server
     if where.start % per_server or len(where) % per_server:
         raise ValueError(f"the GPUs for generation must be whole servers of {per_server} GPUs, got {where}")
@@ -81,8 +82,8 @@ def left_idle(fleet: UniformFleet, where: range) -> int:
 
 
 def _in_pods(servers: Ints, each: int, pods: Pods) -> Ints:
-    """Return the servers of each instance, [instance, server], with `each` servers per instance. If no PoD is large
-    enough for an instance, instances span PoDs."""
+    """Return the servers of each instance, as an array indexed by [instance, server], with `each` servers per instance.
+    If no PoD is large enough for an instance, instances span PoDs."""
     groups = [servers[pods.of[servers] == pod] for pod in np.unique(pods.of[servers])]
     whole = [len(group) // each * each for group in groups]
     rest = np.concatenate([group[count:] for group, count in zip(groups, whole, strict=True)])
@@ -100,8 +101,8 @@ SENT_BYTES = 64e6
 
 @dataclass(frozen=True, slots=True)
 class TokenExchange:
-    """The measured exchange inside an instance, mean over instances. `extra_hop_s` is the latency in excess of two
-    links and one switch."""
+    """The measured exchange inside an instance, as the mean over instances. `extra_hop_s` is the latency in excess of
+    two links and one switch."""
 
     bytes_per_s: float  # per GPU
     extra_hop_s: float
@@ -112,8 +113,8 @@ def leaves_servers(fleet: UniformFleet, servers: Servers) -> bool:
 
 
 def pattern(fleet: UniformFleet, sent_bytes: float, servers: Servers) -> tuple[GpuFlows, Ints]:
-    """Return the flows inside a fleet's instances, with `sent_bytes` from each GPU (under AFD, from each GPU of the
-    smaller side), and the instance of each flow."""
+    """Return the flows inside a fleet's instances, and the instance of each flow. Each GPU (under AFD, each GPU of the
+    smaller side) sends `sent_bytes`."""
     p = fleet.parallelism
     if p.afd:
         each = sent_bytes * min(p.attention_gpus, p.ffn_gpus) / (p.attention_gpus * p.ffn_gpus)
@@ -137,12 +138,13 @@ def _alike(src: Ints, dst: Ints, bytes: float) -> GpuFlows:
 
 
 def _rings(members: Ints, apart: int, given: float) -> GpuFlows:
-    """Return flows in rings, `members` [ring, member]: each member sends to the one `apart` positions further."""
+    """Return flows in rings: each member of a ring sends to the member `apart` positions further. `members` is indexed
+    by [ring, member]."""
     return _alike(members, np.roll(members, -apart, axis=1), given)
 
 
 def gen_period(fleet: UniformFleet, servers: Servers, name: str) -> Period:
-    """Return the period of generation with this fleet."""
+    """Return the communication period of generation with this fleet."""
     demand = pattern(fleet, SENT_BYTES, servers)[0] if leaves_servers(fleet, servers) else GpuFlows.none()
     return Period.of(f"gen {name}", FabricStage.GEN, demand)
 
@@ -160,7 +162,7 @@ def exchange(fleet: UniformFleet, fabric: SimulatedFabric, name: str) -> TokenEx
 
 
 def token_flows(fleet: UniformFleet, model: Model, servers: Servers) -> GpuFlows:
-    """Return the flows that one processed token causes, mean over a fleet with equally loaded instances."""
+    """Return the flows that one processed token causes, as the mean over a fleet with equally loaded instances."""
     p = fleet.parallelism
     vector = model.layers * model.hidden * ACTIVATION_BYTES
     parts = _all_reduces(fleet, (1.0 if p.afd else 2.0) * vector, servers)
@@ -176,7 +178,7 @@ def token_flows(fleet: UniformFleet, model: Model, servers: Servers) -> GpuFlows
 
 
 def _all_reduces(fleet: UniformFleet, size: float, servers: Servers) -> list[GpuFlows]:
-    """Return a token's all-reduce flows over its attention replica: rings inside servers, and along rails."""
+    """Return the all-reduce flows of a token over its attention replica, in rings inside servers and along rails."""
     tp, each = fleet.parallelism.tp, servers.gpus_per_server
     if tp == 1:
         return []
@@ -192,7 +194,7 @@ def _all_reduces(fleet: UniformFleet, size: float, servers: Servers) -> list[Gpu
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Model, GPU and engine of generation, in the checkpoint's own precision."""
+    """The model (in the precision of its checkpoint), GPU and engine of generation."""
 
     model: Model
     gpu: GpuModel
@@ -200,8 +202,8 @@ class Hardware:
 
 
 def on_fabric(hardware: Hardware, layouts: Sequence[Parallelism], where: range, fabric: SimulatedFabric) -> Profile:
-    """Return the profile of all `layouts` that fit the GPUs' memory and of which at least one instance fits. Raises
-    ValueError if there is none."""
+    """Return the profile of all `layouts` that fit into GPU memory and of which at least one instance fits on the GPUs.
+    Raises ValueError if no layout fits."""
     configurations = []
     nominal = replace(hardware.gpu, nic_bytes_per_s=fabric.servers.nic_bytes_per_s)
     for parallelism in layouts:
@@ -242,9 +244,9 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class KvOutcome:
-    """The result of KV transfers. `ready_s` is the arrival of the last KV, by the GPUs of the destination, for those
-    that receive KV over the network. Requests not in `transferred` are recomputed. `seconds` is the time until all
-    transfers and recomputations have ended."""
+    """The result of KV transfers. `ready_s` is the arrival time of the last KV by the GPUs of the destination, for
+    destinations that receive KV over the network. Requests not in `transferred` are recomputed. `seconds` is the time
+    until all transfers and recomputations have ended."""
 
     ready_s: Mapping[tuple[GpuId, ...], float]
     transferred: frozenset[RequestId]
@@ -254,8 +256,8 @@ class KvOutcome:
 
 @dataclass(frozen=True)
 class OverFabric:
-    """KV transfers over a fabric. The engines' first GPU is `first_gpu`. Circuits, if any, are set for the transfers
-    while the new engines start."""
+    """Simulates KV transfers over a fabric. `first_gpu` is the number of the engines' first GPU in the cluster. The
+    fabric's circuits, if it has any, are set for the transfers while the new engines start."""
 
     fabric: SimulatedFabric
     first_gpu: int
@@ -294,12 +296,13 @@ class OverFabric:
         )
 
     def sent(self, leaving: Sequence[Leaving]) -> TierBytes:
-        """Return the bytes by tier of KV transfers in the background, over the fabric outside any period."""
+        """Return the number of bytes by tier of KV transfers in the background, on the circuits that the fabric has
+        outside any period."""
         return tier_bytes(self.fabric.network(None), self.shares(leaving)[0].merged()[0])
 
     def shares(self, leaving: Sequence[Leaving]) -> tuple[GpuFlows, Ints]:
         """Return the flows between GPUs, and the index in `leaving` of each flow's request. Requests are assigned
-        round-robin to the replicas of both sides."""
+        round-robin to the attention replicas of the source and of the destination."""
         gone, come = Counter[Place](), Counter[Place]()
         rows: list[tuple[int, int, float]] = []
         request: list[int] = []
@@ -316,7 +319,7 @@ class OverFabric:
         return GpuFlows.of(rows), np.array(request, np.int64)
 
     def _replica(self, place: Place, turn: int) -> Ints:
-        """Return the GPUs [rank] of the attention replica for the given turn."""
+        """Return the GPUs of the attention replica for the given turn, in the order of ranks."""
         parallelism, gpus = place
         held = gpus[: parallelism.attention_gpus] if parallelism.afd else gpus
         replicas = np.array(held).reshape(-1, parallelism.tp) + self.first_gpu
@@ -324,7 +327,8 @@ class OverFabric:
 
 
 def _overlaps(source: Ints, destination: Ints) -> list[tuple[int, int, float]]:
-    """Return (source GPU, destination GPU, share) for heads spread evenly over both sides. Shares add up to 1."""
+    """Return (source GPU, destination GPU, share of the KV) for heads spread evenly over the GPUs of both sides. Shares
+    add up to 1."""
     a, b = len(source), len(destination)
     cuts = sorted({*(i * b for i in range(a + 1)), *(j * a for j in range(b + 1))})  # in parts of 1 / (a * b)
     return [
@@ -334,7 +338,7 @@ def _overlaps(source: Ints, destination: Ints) -> list[tuple[int, int, float]]:
 
 
 def _arrived_s(network: LinkNetwork, flows: GpuFlows, of: Ints, destination: Ints, places: int) -> Floats:
-    """Return the arrival time of the last flow for each destination, [destination]."""
+    """Return the arrival time of the last flow at each destination, as an array indexed by destination."""
     arrived_s, routes = np.zeros(places), network.routes(flows)
     ends_s = finish_s(network, flows, routes) + routes.latency_s
     np.maximum.at(arrived_s, destination, ends_s[of])

@@ -1,17 +1,19 @@
-"""Schedule generation, training and weight sync of the RL loop: from the times of stages to a time line. Pure.
+"""Schedule generation, training and weight sync of the RL loop, and build a time line from the durations of stages. The
+functions have no side effects.
 
 Version v of the weights is the result of v training steps. A step is generated with a single version. Samples are
 trained on in the order in which they were begun. If a step ends early (partial rollout), its unfinished samples are
 finished first in the next step and keep the version that they were begun with. Such a sample may exceed the staleness
 bound by one step for each time that it was interrupted.
 
-In a synchronous loop, step k uses the version trained on all samples of the steps up to k - 1; in a one-step
-asynchronous loop, up to k - 2. With bounded staleness, a step begins as soon as none of its samples will exceed the
-bound, and uses the newest available version. If engines wait for weights, a longer training step may then save a sync,
-so that the run ends earlier. Such anomalies occur in any greedy schedule.
+In a synchronous loop, step k uses the version trained on all samples of the steps up to k - 1. In a one-step
+asynchronous loop, step k uses the version trained on the samples of the steps up to k - 2. With bounded staleness, a
+step begins as soon as none of its samples will exceed the bound, and uses the newest available version. If engines wait
+for weights, a longer training step may then save a sync, so that the run ends earlier. Such anomalies occur in any
+greedy schedule.
 
 The time of a weight sync depends on the stages that run when it begins. The sync delays these stages in proportion to
-the time in which both run.
+the time during which sync and stage both run.
 """
 
 from bisect import bisect_left, bisect_right
@@ -34,7 +36,7 @@ Number = Annotated[int, Field(ge=0)]
 
 @checked(frozen=True, slots=True)
 class SampleBatch:
-    """The number of samples begun and finished in a generation step. Older samples are finished first."""
+    """The number of samples begun and finished in a generation step. Samples of earlier steps are finished first."""
 
     begun: Number
     finished: Count
@@ -42,7 +44,8 @@ class SampleBatch:
 
 @dataclass(frozen=True, slots=True)
 class LoopRules:
-    """The rules for the order of stages. `shared`: the same GPUs train and generate, so that stages do not overlap."""
+    """The rules for the order of stages. `shared` means that the same GPUs train and generate, so that stages do not
+    overlap."""
 
     mode: LoopMode = LoopMode.ONE_STEP_ASYNC
     staleness: int | None = None  # bound in versions, for BOUNDED_STALENESS
@@ -69,12 +72,13 @@ class Needs:
 
     @property
     def carried(self) -> int:
-        """The number of versions trained on samples of the steps before the last; the last step uses the newest."""
+        """The number of versions trained on samples of the steps before the last step, which uses the newest of these
+        versions."""
         return bisect_right(self.taken, self.done[-2]) - 1
 
     @classmethod
     def of(cls, rules: LoopRules, batches: Sequence[SampleBatch]) -> "Needs":
-        """Compute the dependencies. Raises ValueError if some step could never begin."""
+        """Compute the dependencies. Raises ValueError if the sample counts prevent a step from ever beginning."""
         done = (0, *accumulate(batch.finished for batch in batches))
         begun = accumulate(batch.begun for batch in batches)
         if any(finished > there for finished, there in zip(done[1:], begun, strict=True)):
@@ -126,7 +130,7 @@ def staleness(batches: Sequence[SampleBatch], begun_with: Sequence[int], taken: 
 def idle_shares(
     spans: Sequence[TimelineSpan], from_s: float, until_s: float, shared: bool
 ) -> Mapping[FabricStage, float]:
-    """Return the idle fraction of each stage's GPUs between two times."""
+    """Return the idle fraction of each stage's GPUs in the time between `from_s` and `until_s`."""
     if until_s <= from_s:
         return {}
     busy_s = dict.fromkeys((FabricStage.TRAIN, FabricStage.GEN), 0.0)
@@ -153,13 +157,14 @@ class Slowed:
     _stretches: list[tuple[float, float, float]] = field(default_factory=list)  # begin, end, fraction of work lost
 
     def add(self, begin_s: float, end_s: float, held_s: float) -> None:
-        """Add an interval that delays work by `held_s`. If it overlaps the previous interval, it is moved after it."""
+        """Add an interval that delays work by `held_s`. An interval that overlaps the previous interval is moved to the
+        previous interval's end."""
         if held_s > 0 and end_s > begin_s:
             late_s = max(0.0, self._stretches[-1][1] - begin_s) if self._stretches else 0.0
             self._stretches.append((begin_s + late_s, end_s + late_s, min(1.0, held_s / (end_s - begin_s))))
 
     def held_s(self, begin_s: float, work_s: float) -> float:
-        """Return the delay of work that begins at `begin_s` and takes `work_s` otherwise."""
+        """Return the delay of work that begins at `begin_s` and takes `work_s` without delays."""
         now_s, left_s, held_s = begin_s, work_s, 0.0
         for from_s, until_s, lost in self._stretches:
             if until_s <= now_s:
@@ -180,14 +185,15 @@ class Slowed:
 @dataclass(frozen=True, slots=True)
 class GenTime:
     """The duration of a generation step. `finish_s` are the completion times of its samples from the step's beginning,
-    ascending; empty: all at its end."""
+    ascending; if empty, all samples complete at the step's end."""
 
     seconds: float
     finish_s: tuple[float, ...] = ()
 
 
 class Times(Protocol):
-    """The durations of stages. The loop calls it once per stage, in the order in which stages begin on their GPUs."""
+    """The durations of stages. The loop calls a method once per stage, in the order in which stages begin on their
+    GPUs."""
 
     def gen(self, step: int, begin_s: float) -> GenTime: ...
 
@@ -200,7 +206,8 @@ class Times(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FixedTimes:
-    """Durations that do not depend on when a stage begins: by step, and for syncs by version 1, 2, ..."""
+    """Durations that do not depend on the time at which a stage begins: one for each step, and one for the sync of each
+    version 1, 2, ..."""
 
     gen_s: Sequence[float]
     train_s: Sequence[float]
@@ -265,9 +272,9 @@ class _Line:
         self._schedule(0, 0, self.engines_free_s)
 
     def _schedule(self, trained: int, carried: int, until_s: float) -> None:
-        """Schedule training steps, and syncs that no stage waits for, in the order of time. At least `trained` and
-        `carried` are scheduled in total, and all that begin before `until_s`. Only existing samples are used, because
-        later generation may still change the schedule."""
+        """Schedule training steps, and syncs that no stage waits for, in the order of time. At least `trained` training
+        steps and `carried` syncs are scheduled in total, and all that begin before `until_s`. Only existing samples are
+        used, because later generation may still change the schedule."""
         while True:
             train_s, carry_s = self._next_training_s(len(self.ready_s)), self._next_carry_s()
             enough = len(self.train_end_s) >= trained and len(self.sync_end_s) > carried
@@ -279,7 +286,8 @@ class _Line:
                 self._train(train_s)
 
     def _next_training_s(self, samples: int) -> float:
-        """Return the earliest begin of the next training step on the first `samples`; inf if they do not suffice."""
+        """Return the earliest begin of the next training step if only the first `samples` samples are used; inf if
+        these do not suffice."""
         index = len(self.train_end_s)
         if index + 1 == len(self.needs.taken) or self.needs.taken[index + 1] > samples:
             return inf
@@ -288,7 +296,8 @@ class _Line:
         return max(self.trainer_free_s, ready_s, self.engines_free_s if self.rules.shared else 0.0)
 
     def _next_carry_s(self) -> float:
-        """Return the begin of the next sync that no stage waits for; inf if its version is not trained, or not used."""
+        """Return the begin of the next sync that no stage waits for; inf if the version is not trained yet or is not
+        used."""
         version = len(self.sync_end_s)
         if not self._carries or version > min(len(self.train_end_s), self.needs.carried):
             return inf
@@ -312,7 +321,8 @@ class _Line:
         return self.steps[bisect_left(self.needs.done, self.needs.taken[index + 1]) - 1]
 
     def _carry(self, begin_s: float) -> None:
-        """Schedule a sync while engines continue. The delay of a scheduled step is charged to the next one."""
+        """Schedule a sync while engines continue. A delay of a generation step that is already scheduled is charged to
+        the next step."""
         version = len(self.sync_end_s)
         beside = self._training_at(begin_s) + self._generation_at(begin_s, version)
         took = self._sync(version, begin_s, beside, self._row_of(version - 1))
@@ -328,7 +338,7 @@ class _Line:
 
     def _generation_at(self, now_s: float, version: int) -> tuple[FabricStage, ...]:
         """Return the generation stage if engines are busy at that time: in a scheduled step, or in the next step unless
-        it waits for this version."""
+        that step waits for this version."""
         if now_s >= self.engines_free_s:
             step = len(self.begun_with) + bool(self.expected_s)
             if step == len(self.batches) or max(self.needs.version[step] + 1, self.needs.trained[step]) > version:
@@ -336,7 +346,7 @@ class _Line:
         return (FabricStage.GEN,)
 
     def _bring_weights(self, step: int) -> None:
-        """Install the version that the step needs, or the newest one."""
+        """Install the newest available version, which is at least the version that the step needs."""
         needed, now_s = self.needs.version[step], self.engines_free_s
         if self._carries:
             self.installed = max(self.installed, self._choice(needed, bisect_right(self.sync_end_s, now_s) - 1))

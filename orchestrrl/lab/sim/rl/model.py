@@ -48,8 +48,8 @@ class GenStage:
 
 @dataclass(frozen=True, slots=True)
 class TrainStage:
-    """A training step: passes for log-probabilities, then optimiser steps. `parts_s` adds up to `seconds`: `log probs`,
-    and the parts of all optimiser steps. `mfu` includes the FLOPs of the log-probability passes."""
+    """A training step: passes for log-probabilities, then optimiser steps. The parts in `parts_s`, `log probs` and the
+    parts of all optimiser steps, add up to `seconds`. `mfu` includes the FLOPs of the log-probability passes."""
 
     seconds: float
     mfu: float
@@ -69,7 +69,7 @@ class SyncCourse(StrEnum):
 @dataclass(frozen=True, slots=True)
 class SyncStage:
     """The sync of a weight version to every engine. `bound_s` is a lower bound for any plan on these links. `held_s` is
-    the delay of each stage that sends during the whole sync. No stage sends while circuits change."""
+    the delay in seconds of each stage that sends during the whole sync. No stage sends while circuits change."""
 
     seconds: float
     phases_s: Mapping[str, float]  # circuits; phase A, until the last bytes from other PoDs have arrived; phase B

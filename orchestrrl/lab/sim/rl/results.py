@@ -1,7 +1,7 @@
-"""Store the results of cluster simulations, one file per scenario, and summarise them in rows.
+"""Store the results of cluster simulations in one file per scenario, and summarise results in table rows.
 
-A file is named by the digest of its scenario and written atomically, so that an interrupted sweep finds its complete
-results. Reading returns exactly the results that were written.
+A file is named by the digest of its scenario and written atomically, so that a restarted sweep finds the results that
+are complete. Reading returns exactly the results that were written.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ SUFFIX = ".json"
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """The price of a cluster. `network_usd` is the sum of `parts_usd`, each a component of the network."""
+    """The price of a cluster. `network_usd` is the sum of `parts_usd`, the prices by network component."""
 
     network_usd: float
     parts_usd: Mapping[str, float] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Bill:
 
 @dataclass(frozen=True, slots=True)
 class ClusterResult:
-    """The results of one run, and its scenario."""
+    """The results of one run, with the scenario of the run."""
 
     run: RlRun
     bill: Bill
@@ -117,7 +117,7 @@ def read(source: Path) -> tuple[ClusterResult, ...]:
 
 
 def parse(text: str) -> list[ClusterResult]:
-    """Parse the text of a results file. Raises ProblemFaults."""
+    """Parse the text of a results file. Raises ProblemFaults if the text is not JSON or not a valid document."""
     try:
         file = _FILE.validate_python(json.loads(text))
     except ValidationError as error:
@@ -128,7 +128,8 @@ def parse(text: str) -> list[ClusterResult]:
 
 
 def complete(folder: Path, digests: Iterable[str]) -> set[str]:
-    """Return the digests whose file is readable and has all runs. `sim run` writes a file after each run."""
+    """Return the scenario digests whose file in the folder is readable and contains all runs. `sim run` writes a file
+    after each run."""
     found = set()
     for digest in digests:
         try:
@@ -141,14 +142,14 @@ def complete(folder: Path, digests: Iterable[str]) -> set[str]:
 
 
 def runs_of(scenario: Mapping[str, Any]) -> int:
-    """Return the number of runs of a scenario."""
+    """Return the number of runs of a scenario: one for each fabric, arm and seed."""
     return len(scenario["fabrics"]) * len(scenario["generation"]["arms"]) * len(scenario["seeds"])
 
 
 @dataclass(frozen=True, slots=True)
 class SummaryRow:
-    """The summary of an arm on a fabric. `gain` is samples per second relative to the first row. `pareto`: no other row
-    has at least its throughput for at most its cost, and is better in one of them."""
+    """The summary of an arm on a fabric. `gain` is samples per second relative to the first row. `pareto` is true if no
+    other row has at least this throughput for at most this cost and is better in throughput or cost."""
 
     fabric: str
     arm: str
@@ -205,7 +206,7 @@ def rows(results: Sequence[ClusterResult]) -> list[SummaryRow]:
 
 
 def _mean_s(result: ClusterResult, *names: str) -> float:
-    """Return the sum of the named columns, mean over steps after the warm-up."""
+    """Return the sum of the named columns in seconds, as the mean over the steps after the warm-up."""
     measured = result.run.steps[int(result.scenario["loop"]["warmup_steps"]) :]
     return sum(step[name] for step in measured for name in names) / len(measured)
 
@@ -225,5 +226,6 @@ def _ratio(ours: float, theirs: float) -> float:
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[bool]:
-    """Return whether each (cost, worth) is Pareto optimal: no other is as good in both and better in one."""
+    """Return whether each (cost, worth) pair is Pareto optimal: no other pair is as good in both values and better in
+    one."""
     return [not any(c <= cost and w >= worth and (c, w) != (cost, worth) for c, w in points) for cost, worth in points]

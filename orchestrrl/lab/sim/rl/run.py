@@ -1,10 +1,10 @@
-"""Run a cluster scenario: each arm on each fabric and seed, with the same requests. Also search for the split of GPUs
-between training and generation with the most throughput.
+"""Run each arm of a cluster scenario on each fabric with each seed, with the same requests. Also search for the split
+of GPUs between training and generation that has the highest throughput.
 
-StreamRL divides a budget in the same way (arXiv 2504.15930, its resource allocation): it times both sides under each
-split, and chooses the split whose slower side is fastest. Here the simulated loop decides, so that weight sync,
-waiting, and modes in which stages do not overlap count as well. The search assumes that more GPUs never make a stage
-longer, so that throughput has a single peak.
+StreamRL divides a budget in the same way (arXiv 2504.15930, its resource allocation): it times training and generation
+under each split, and chooses the split whose slower stage is fastest. The search in this module compares the throughput
+of the simulated loop, which includes weight sync, waiting, and modes in which stages do not overlap. The search assumes
+that more GPUs never make a stage longer, so that throughput has a single peak.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,9 +36,9 @@ def run_cluster(
     report: Report = lambda what, done, total: None,
     keep: Callable[[Sequence[ClusterResult]], None] = lambda results: None,
 ) -> list[ClusterResult]:
-    """Run the scenario and return the results by fabric, arm and seed. `keep` is called with all results so far after
-    each run. Raises ProblemFaults if no engine holds the longest request, and Permanent if a permanent fault stops a
-    stage or sample counts stop the loop."""
+    """Run the scenario and return the results by fabric, arm and seed. After each run, `keep` is called with all
+    results so far. Raises ProblemFaults if no engine can hold the longest request, and Permanent if a permanent fault
+    prevents a stage from ending or sample counts prevent a step from beginning."""
     arms, seeds = scenario.generation.arms, scenario.seeds
     total = len(scenario.fabrics) * len(arms) * len(seeds)
     results: list[ClusterResult] = []
@@ -97,7 +97,7 @@ def run_arm(stages: FabricStages, arm: str, seed: int) -> ClusterResult:
 
 
 def _bill(stages: FabricStages) -> Bill:
-    """Return the cluster's bill. The network costs 0 if its link rate has no prices."""
+    """Return the price of the cluster. The network's price is 0 if the prices for its link rate are unknown."""
     cluster = stages.scenario.cluster
     gpus_usd = None if cluster.gpu_usd is None else cluster.gpu_usd * cluster.gpus
     if cluster.nic_gbps not in PRICES_USD:
@@ -144,7 +144,7 @@ def _notes(run: RlRun, trained: TrainStage, synced: SyncStage, times: ArmTimes) 
 
 
 def _beside(run: RlRun, synced: SyncStage, times: ArmTimes) -> list[str]:
-    """Return the notes about the mutual delay of weight sync and concurrent stages."""
+    """Return the notes on how much weight sync and concurrent stages delay each other."""
     if not synced.held_s:
         return []
     alone_s, who = times.sync_stage(SimulatedFailures()).seconds, " and ".join(NAMES[stage] for stage in synced.held_s)
@@ -189,7 +189,7 @@ ALIKE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class GpuSplit:
-    """The mean seconds per step and the throughput under a split of the GPUs."""
+    """The mean times per step and the throughput under a split of the GPUs."""
 
     train_gpus: int
     gen_gpus: int
@@ -210,9 +210,9 @@ def splits(
     report: Report = lambda what, done, total: None,
     keep: Callable[[ClusterResult], object] = lambda result: None,
 ) -> list[GpuSplit]:
-    """Return all splits that were tried, ordered by GPUs that train, on one fabric (by default the first), under one
-    arm and the first seed. `keep` is called with the result of each. Raises ProblemFaults if there are no GPUs to
-    split, or no split works."""
+    """Search for the best split on one fabric (by default the first), with one arm and the first seed. Return all
+    splits that were tried, ordered by the number of training GPUs. `keep` is called with the result of each split.
+    Raises ProblemFaults if an argument is invalid, there are no GPUs to split, or no split works."""
     faults = faults_of(scenario, fabric, arm)
     if faults:
         raise ProblemFaults(faults)
@@ -240,7 +240,7 @@ def best(found: Sequence[GpuSplit]) -> GpuSplit:
 
 
 def train_counts(scenario: ClusterScenario) -> list[int]:
-    """Return the numbers of GPUs that may train: whole servers and whole replicas."""
+    """Return the possible numbers of training GPUs: multiples of whole servers and whole training replicas."""
     cluster, part = scenario.cluster, scenario.training
     unit = lcm(cluster.gpus_per_server, part.tp * part.cp * part.pp)
     most = (cluster.gpus - cluster.gpus_per_server) // unit
@@ -249,9 +249,9 @@ def train_counts(scenario: ClusterScenario) -> list[int]:
 
 
 def search(count: int, tried: Callable[[int], Found | None], worth: Callable[[Found], float]) -> list[Found]:
-    """Search `count` ordered positions for the peak of `worth` (> 0), and return all results. It first tries positions
-    over the whole range, then between the best and its neighbours. Of equal positions the first is best. `tried`
-    returns None for a position that does not work."""
+    """Search `count` ordered positions for the peak of `worth` (> 0), and return the results of all tried positions.
+    First try positions over the whole range, then positions between the best position and its neighbours. Of equal
+    positions, the first is the best. `tried` returns None for a position that does not work."""
     first = sorted({round(i * (count - 1) / (FIRST - 1)) for i in range(FIRST)}) if count else []
     known = {place: tried(place) for place in first}
     while True:
@@ -297,6 +297,7 @@ def _tried(
 
 
 def with_split(scenario: ClusterScenario, train_gpus: int) -> ClusterScenario:
-    """Return the scenario with `train_gpus` GPUs for training and the others for generation; dp follows from these."""
+    """Return the scenario with `train_gpus` GPUs for training and the others for generation; dp follows from the
+    numbers of GPUs."""
     sides = {"train_gpus": train_gpus, "gen_gpus": scenario.cluster.gpus - train_gpus}
     return scenario.model_copy(update={"cluster": scenario.cluster.model_copy(update=sides)})

@@ -1,7 +1,7 @@
 """Read a scenario of the cluster simulator from YAML, and report all of its faults at once, with path and value.
 
-A scenario contains a daemon's configuration (`daemon`, and the fleet that follows from `generation`) plus a workload,
-so that a simulated cluster can be deployed, see stages.py. GPUs are numbered from 0: first those that train, then those
+A scenario contains a daemon's configuration (`daemon`, and the fleet that follows from `generation`) plus a workload. A
+simulated cluster can therefore be deployed, see stages.py. GPUs are numbered from 0: first those that train, then those
 that generate.
 """
 
@@ -55,7 +55,7 @@ _AFD = re.compile(r"afd(\d+)\+(\d+)(?:x(\d+))?(?:tp(\d+))?")
 
 def layout_named(name: str) -> Parallelism:
     """Parse the name of a layout, such as `tp8`, `tp8ep8`, `tp1dp16ep16` or `afd24+16x3`, as
-    planner.cost.predict.identifier writes it. Raises ValueError."""
+    planner.cost.predict.identifier writes it. Raises ValueError if the name is not that of a layout."""
     if match := _AFD.fullmatch(name):
         attention, ffn, micro_batches, tp = (int(number or 1) for number in match.groups())
         return Parallelism(tp=tp, attention_gpus=attention, ffn_gpus=ffn, micro_batches=micro_batches)
@@ -71,7 +71,8 @@ def _is_layout(name: str) -> str:
 
 
 class ClusterSection(ScenarioSection):
-    """The servers and GPUs. `shared`: the same GPUs train and generate alternately, and gen_gpus is absent."""
+    """The servers and GPUs of the cluster. `shared` means that the same GPUs train and generate alternately, and
+    gen_gpus is absent."""
 
     train_gpus: Count
     gen_gpus: Count | None = None
@@ -107,7 +108,7 @@ class ClusterSection(ScenarioSection):
 
 
 class ClusterFabricSection(ScenarioSection):
-    """A fabric. `options` are those of its kind, e.g. servers per ToR and per PoD."""
+    """A fabric of the scenario. `options` are the options of the fabric's kind, e.g. servers per ToR and per PoD."""
 
     kind: Name
     name: Name | None = None  # by default the kind
@@ -134,8 +135,8 @@ class TrainingSection(ScenarioSection):
     recovery_s: NotNegative = 120.0  # time to replace a failed server and restart the iteration
 
     def shares(self, samples: int) -> tuple[tuple[int, int], ...]:
-        """Return (samples of an optimiser step, number of such steps) for an even division, larger steps first. If
-        there are fewer samples than updates, each sample is a step."""
+        """Return (samples of an optimiser step, number of such steps) for an even division of the samples, larger steps
+        first. If there are fewer samples than updates, each step has one sample."""
         updates = min(self.updates, samples)
         each, more = divmod(samples, updates)
         found = ((each + 1, more * self.epochs), (each, (updates - more) * self.epochs))
@@ -164,7 +165,8 @@ class GenerationSection(ProfiledSection):
 
 
 class WeightSyncSection(ScenarioSection):
-    """The distribution of new weights to engines. `holds` names the sides that pause during it."""
+    """The distribution of new weights to engines. `holds` names the sides (trainer, engines) that pause during a weight
+    sync."""
 
     scheme: Annotated[str, one_of(SCHEMES)] = "tree"
     holds: Holds = Holds.ENGINES
@@ -252,7 +254,7 @@ class ClusterScenario(ScenarioSection):
         )
 
     def fabric_options(self, section: ClusterFabricSection) -> dict[str, Any]:
-        """Return the section's options, with missing options of its kind taken from the cluster."""
+        """Return the section's options. Missing options that the fabric's kind has are taken from the cluster."""
         cluster = self.cluster
         usual = {name: getattr(cluster, name) for name in SIZES} | {
             "train_servers": None if cluster.shared else cluster.train_gpus // cluster.gpus_per_server
@@ -262,8 +264,8 @@ class ClusterScenario(ScenarioSection):
         return given | section.options
 
     def fabric(self, section: ClusterFabricSection, **made: object) -> SimulatedFabric:
-        """Build the fabric of a section. `made` are computed options, see stages.job_demand. Raises ImpossibleSite with
-        all faults of the options."""
+        """Build the fabric of a section. `made` contains computed options, see stages.job_demand. Raises ImpossibleSite
+        with all faults of the options."""
         return build(section.kind, self.servers, **(self.fabric_options(section) | made))
 
     @property
@@ -289,7 +291,8 @@ class ClusterScenario(ScenarioSection):
         )
 
     def narrowed(self, fabrics: Sequence[str], arms: Sequence[str], seeds: Sequence[int]) -> "ClusterScenario":
-        """Return the scenario with only these fabrics (by title), arms and seeds. Its digest is that of such a file."""
+        """Return the scenario with only these fabrics (by title), arms and seeds. Its digest equals that of a scenario
+        file with only these."""
         by_title = {section.title: section for section in self.fabrics}
         return self.model_copy(
             update={
@@ -308,8 +311,8 @@ class ClusterScenario(ScenarioSection):
         return ClusterFaultSchedule(self.faults)
 
     def document(self) -> dict[str, Any]:
-        """Return the document with all defaults filled in. Parsing it gives the same scenario, except that the name of
-        a profile file is relative to the scenario's folder."""
+        """Return the scenario's document with all defaults filled in. Parsing the document gives the same scenario,
+        except that the name of a profile file is relative to the scenario's folder."""
         return self.model_dump(mode="json", exclude={"generation": {"workload": set(_OF_THE_LOOP)}})
 
 
@@ -329,7 +332,7 @@ def scenario_of(document: Any, folder: Path = Path()) -> ClusterScenario:
 
 
 def faults_between_sections(scenario: ClusterScenario) -> list[str]:
-    """Return the faults between sections that are valid individually."""
+    """Return the faults in the combination of sections that are valid individually."""
     return [fault for check in _CHECKS for fault in check(scenario)]
 
 
@@ -353,7 +356,7 @@ def _layout_faults(scenario: ClusterScenario) -> Iterable[str]:
 
 
 def _memory_faults(scenario: ClusterScenario) -> Iterable[str]:
-    """Yield the memory fault of the largest optimiser step, on samples of the expected length."""
+    """Yield a fault if the largest optimiser step, with samples of the expected length, exceeds GPU memory."""
     if any(_layout_faults(scenario)):
         return
     size = scenario.training.shares(scenario.loop.batch_samples or scenario.samples)[0][0]
@@ -397,7 +400,7 @@ def _fabric_faults(scenario: ClusterScenario) -> Iterable[str]:
 
 
 def _tor_and_pod_faults(scenario: ClusterScenario) -> Iterable[str]:
-    """Yield the sizes that the cluster sets for all fabrics although some fabric has no such option."""
+    """Yield a fault for each size that the cluster sets for all fabrics although some fabric has no such option."""
     for name in SIZES:
         without = [
             f"fabrics[{index}] ({section.kind})"
@@ -434,7 +437,8 @@ def _fault_faults(scenario: ClusterScenario) -> Iterable[str]:
 
 
 def _uplink_faults(scenario: ClusterScenario, fault: ClusterFaultSection) -> Iterable[str]:
-    """Yield the fabrics that lack a failed ToR or PoD, found by a loss of 0 at the highest number."""
+    """Yield a fault for each fabric that lacks a ToR or PoD that fails. A fabric is checked by a loss of 0 at the
+    highest number."""
     none_lost = {max(fault.of): 0.0}
     failures, parts = {
         FaultyPart.TOR_UPLINKS: (SimulatedFailures(tor_uplinks=none_lost), "ToRs"),

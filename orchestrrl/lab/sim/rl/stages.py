@@ -1,9 +1,9 @@
 """Compute the stages of a scenario on one fabric, for each set of network failures. Each result is computed once.
 
 Training and generation use separate servers, and their traffic is assumed not to interfere. Weight sync shares links
-with both, if they continue during the sync. Weights go to the fleet of the tuned static baseline. A failed engine, or a
-failed server that generates, reduces the speed by its fraction of the GPUs. A failed server that trains is replaced
-(see faults.py).
+with both stages, if they continue during the sync. Weights go to the fleet of the tuned static baseline. A failed
+engine, or a failed server that generates, reduces the generation speed by its fraction of the GPUs. A failed server
+that trains is replaced (see faults.py).
 
 A fabric that is built for one job is built for the job's expected traffic in a step. TopoOpt's topology is computed
 from this traffic and then fixed (section 4 of the TopoOpt paper, NSDI 2023). The traffic consists of the collectives of
@@ -61,7 +61,8 @@ def fabric_for(
 
 
 def job_demand(scenario: ClusterScenario, plain: SimulatedFabric, constants: TrainConstants = MEGATRON) -> GpuFlows:
-    """Return the traffic of one step of the job. `plain`, for planning the sync, is the fabric without a demand."""
+    """Return the traffic of one step of the job. `plain` is the fabric built without a demand, for which the sync is
+    planned."""
     cluster, servers, tokens = scenario.cluster, scenario.servers, mean_tokens(scenario.generation.workload)
     job = scenario.train_job(scenario.loop.batch_samples or scenario.samples, tokens, constants=constants)
     parts = [
@@ -157,7 +158,7 @@ class FabricStages:
         return self._once(key, lambda: generation_beside(fleet, model, tokens_per_s, self.fabric.servers))
 
     def tuned(self, seed: int) -> EngineProfile:
-        """Return the engine profile of the tuned static baseline."""
+        """Return the profile of the engines of the tuned static baseline."""
         (name,) = self.gen(NOTHING, TUNED, seed)[0].phases_s
         return next(each for each in self.ready(NOTHING).profile.configurations if str(each.id) == name)
 
@@ -176,12 +177,13 @@ class ArmTimes:
 
     @cached_property
     def batches(self) -> list[SampleBatch]:
-        """The samples begun and finished in each step. These differ for arms that end steps early."""
+        """The number of samples begun and finished in each step. The two numbers differ for arms that end steps
+        early."""
         return [SampleBatch(self.stages.scenario.samples, each.samples) for each in self.healthy]
 
     @cached_property
     def tokens(self) -> float:
-        """The mean tokens of a sample over all steps, prompt and answer."""
+        """The mean number of tokens of a sample (prompt and answer) over all steps."""
         return fmean(each.sample_tokens for each in self.healthy)
 
     @cached_property
@@ -217,8 +219,8 @@ class ArmTimes:
         return with_lost_work_s(self._schedule, begin_s, seconds, servers, scenario.training.recovery_s)
 
     def sync(self, version: int, begin_s: float, beside: tuple[FabricStage, ...]) -> SyncTime:
-        """Return the time of a sync. Failures lengthen it; the stages in `beside` lose the same fraction of their time
-        as without failures."""
+        """Return the time of a sync. Failures lengthen the sync; the concurrent stages `beside` lose the same fraction
+        of their time as without failures."""
 
         def seconds(now_s: float) -> float:
             failed = self._schedule.network(now_s)
@@ -230,7 +232,8 @@ class ArmTimes:
         )
 
     def sync_stage(self, failed: SimulatedFailures, beside: tuple[FabricStage, ...] = ()) -> SyncStage:
-        """Return a sync that shares links with the traffic of the stages `beside`; without any, it runs alone."""
+        """Return a sync that shares links with the traffic of the concurrent stages `beside`, or runs alone if there
+        are none."""
         job = self.job(self.batches[-1].finished)
         return self.stages.sync(failed, self.fleet, job, tuple(self._sends(stage, job) for stage in beside))
 
@@ -263,7 +266,8 @@ class ArmTimes:
 
 
 def _or_never(failed: SimulatedFailures, seconds: Callable[[], float]) -> float:
-    """Return `seconds()`, or inf if failures disconnect GPUs. Raises ValueError if there are no failures."""
+    """Return `seconds()`, or inf if failures disconnect GPUs. Raises ValueError if GPUs are disconnected without
+    failures."""
     try:
         return seconds()
     except ValueError:
@@ -273,7 +277,8 @@ def _or_never(failed: SimulatedFailures, seconds: Callable[[], float]) -> float:
 
 
 def lane_of(scenario: ClusterScenario, part: FaultyPart, number: int) -> FabricStage:
-    """Return the stage of a failed component: generation for its NICs, servers and engines, otherwise training."""
+    """Return the stage to whose lane a failed component belongs: generation for engines, and for NICs and servers that
+    generate; otherwise training."""
     cluster = scenario.cluster
     per = {
         FaultyPart.NIC: cluster.gpus_per_server // cluster.nics_per_server,
@@ -285,8 +290,9 @@ def lane_of(scenario: ClusterScenario, part: FaultyPart, number: int) -> FabricS
 
 
 def write_daemon(scenario: ClusterScenario, fabric: str | None, path: Path) -> list[Path]:
-    """Write a daemon's configuration for the scenario's engines, and the profile that it names into the same folder.
-    `fabric` is the title of a fabric; None: the first. Return the paths. Raises ProblemFaults."""
+    """Write a daemon's configuration for the scenario's engines, and the engine profile that it names, into the same
+    folder. `fabric` is the title of a fabric; None means the first fabric. Return the paths of both files. Raises
+    ProblemFaults if the title is unknown or no engine configuration fits."""
     titles = [each.title for each in scenario.fabrics]
     if fabric is not None and fabric not in titles:
         raise ProblemFaults([f"--fabric: must be one of {', '.join(titles)}, got {fabric!r}"])

@@ -1,10 +1,11 @@
-"""Run a sweep: a grid of scenarios over dotted paths of a base, in local processes or as tasks of a Ray cluster.
+"""Run a sweep, a grid of scenarios that differ from a base scenario at given paths, in local processes or as tasks of a
+Ray cluster.
 
 Each point's results are a separate file, named by the digest of its scenario and written atomically. An interrupted
 sweep resumes where it stopped, and a failed point does not affect the others.
 
-On Ray, OrchestrRL must be installed on the cluster's nodes. Results return over Ray and are written on this machine. A
-profile file that a scenario names must exist at the same path on the nodes.
+To use Ray, OrchestrRL must be installed on the cluster's nodes. Results return over Ray and are written on this
+machine. A profile file that a scenario names must exist at the same path on the nodes.
 """
 
 import copy
@@ -44,7 +45,8 @@ class SweepSection(ScenarioSection):
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """A point of the grid. `document` is its scenario with all defaults filled in; None if `fault` has an error."""
+    """A point of the grid. `document` is the point's scenario with all defaults filled in; None if `fault` contains an
+    error."""
 
     values: Mapping[str, Any]
     document: Mapping[str, Any] | None
@@ -69,7 +71,7 @@ SweepRunner = Callable[[Sequence[SweepPoint]], Iterator[tuple[SweepPoint, PointR
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """The outcome of a sweep. Points are in the grid's order."""
+    """The outcome of a sweep. Points are in the order of the grid."""
 
     done: tuple[SweepPoint, ...]  # including those with results from an earlier run
     failed: tuple[SweepPoint, ...]  # with their faults
@@ -77,8 +79,8 @@ class Swept:
 
 
 def load_sweep(path: Path) -> list[SweepPoint]:
-    """Return all points of a sweep file, in order. Raises ProblemFaults with the faults of the file, or of the first
-    scenario if no scenario is valid."""
+    """Return all points of a sweep file, in the order of the grid. Raises ProblemFaults with the faults of the file, or
+    with the faults of the first scenario if no scenario is valid."""
     document = parse_yaml(read_text(path))
     if not isinstance(document, dict):
         raise ProblemFaults([f"(document): must be a mapping, got {shorten(document)}"])
@@ -138,7 +140,8 @@ def _point(base: dict[Any, Any], always: Mapping[str, Any], values: Mapping[str,
 
 
 def _parts(path: str) -> list[str | int]:
-    """Split a path: `fabrics[0].options.ratio` gives ["fabrics", 0, "options", "ratio"]. Raises ValueError."""
+    """Split a path: `fabrics[0].options.ratio` gives ["fabrics", 0, "options", "ratio"]. Raises ValueError if the path
+    is malformed."""
     found: list[str | int] = []
     for part in path.split("."):
         match = _PART.fullmatch(part)
@@ -177,7 +180,8 @@ def sweep(
     *,
     again: bool = False,
 ) -> Swept:
-    """Run the points without a complete results file, or all with `again`. Points with equal scenarios run once."""
+    """Run the points that have no complete results file, or all points if `again` is true. Points with equal scenarios
+    run once."""
     sound = [point for point in points if not point.fault]
     digests = {point.digest: point for point in sound}
     there = set() if again else complete(folder, digests)
@@ -194,7 +198,7 @@ def sweep(
 
 
 def _written(folder: Path, point: SweepPoint, found: PointResults | Exception) -> str:
-    """Write the results of a point. Return the error message, empty on success."""
+    """Write the results of a point. Return an error message, or an empty string on success."""
     assert point.document is not None
     if not isinstance(found, list):
         return str(found)
@@ -230,7 +234,8 @@ CONNECT_S = 10.0
 
 
 def on_ray(points: Sequence[SweepPoint], address: str) -> Iterator[tuple[SweepPoint, PointResults]]:
-    """Run points on an existing Ray cluster. `address` is `auto` or HOST:PORT; no cluster is started."""
+    """Run points on an existing Ray cluster. `address` is `auto` or HOST:PORT. This function does not start a
+    cluster."""
     if find_spec("ray") is None:
         raise Permanent("--ray requires ray: pip install 'orchestrrl[ray]'")
     _reach(address)
@@ -256,7 +261,8 @@ def on_ray(points: Sequence[SweepPoint], address: str) -> Iterator[tuple[SweepPo
 
 
 def _reach(address: str) -> None:
-    """Raise Retryable if no process listens at the address. Ray itself would retry for minutes."""
+    """Raise Retryable if no process listens at the address. This check fails at once, while Ray itself would retry for
+    minutes."""
     if address == "auto":
         return
     try:

@@ -1,12 +1,13 @@
-"""Simulate an RL training step (log-probabilities, then optimiser steps) and the answers streamed to it. Pure.
+"""Simulate an RL training step (log-probabilities, then optimiser steps) and the stream of answers to the trainer. The
+functions have no side effects.
 
 The step follows GRPO in veRL and NeMo-RL. Log-probabilities of the answers are recomputed under the policy before the
-step, because the engine's own differ, and under a reference model if there is a KL term. Each optimiser step has its
-own fraction of the samples and its own exchange of gradients.
+step, because those of the engine differ. They are also computed under a reference model if there is a KL term. Each
+optimiser step has its own fraction of the samples and its own exchange of gradients.
 
 Each answer is sent to the trainer as soon as it is complete (RS in table 1 of the OrchestrRL paper): the id and the
 log-probability of each token, once per sample. Forwarding between the ranks of a replica is not counted. The bytes are
-counted, but take no time in the loop, because answers are sent while others are generated.
+counted, but take no time in the loop, because answers are sent while other answers are generated.
 """
 
 import math
@@ -54,7 +55,7 @@ def model_flops(job: TrainJob, recipe: TrainingSection) -> float:
 
 
 def training_bytes(job: TrainJob, recipe: TrainingSection, fabric: SimulatedFabric) -> Mapping[str, float]:
-    """Return the bytes of a training step over the links of each tier, including NVLink inside servers."""
+    """Return the number of bytes of a training step over the links of each tier, including NVLink inside servers."""
     found = []
     for share, exchanges, often in _sent(job, recipe, fabric.servers):
         passes, gradients = (fabric.network(period) for period in periods_of(share, exchanges))
@@ -66,7 +67,7 @@ def training_bytes(job: TrainJob, recipe: TrainingSection, fabric: SimulatedFabr
 
 
 def training_flows(job: TrainJob, recipe: TrainingSection, servers: Servers) -> GpuFlows:
-    """Return the flows of a training step in groups that span servers."""
+    """Return the flows of a training step in process groups that span servers."""
     return GpuFlows.joined(
         [
             exchanges[kind].transfer.flows.times(times)
@@ -81,8 +82,8 @@ Sent = tuple[TrainJob, Mapping[str, GroupCollective], Mapping[str, float]]
 
 
 def _sent(job: TrainJob, recipe: TrainingSection, servers: Servers) -> Iterator[Sent]:
-    """Yield the job, its exchanges by kind, and the number of each exchange: for each group of equal optimiser steps,
-    then for the log-probability passes."""
+    """Yield the job, its collectives by kind, and the number of repetitions of each kind: first for each group of equal
+    optimiser steps, then for the log-probability passes."""
     for size, times in recipe.shares(job.sequences):
         share = replace(job, sequences=size)
         exchanges = traffic(share, servers)
@@ -100,7 +101,8 @@ TOKEN_BYTES = 8.0 + 4.0  # a 64-bit id, as in tensors of token ids, and a 32-bit
 
 @dataclass(frozen=True, slots=True)
 class ResponseStream:
-    """The answers of a generation step, sent to the trainer. `seconds` is the network time if all were sent at once."""
+    """The answers of a generation step, which are sent to the trainer. `seconds` is the network time if all answers
+    were sent at once."""
 
     bytes: float
     seconds: float
@@ -108,8 +110,8 @@ class ResponseStream:
 
 
 def response_stream(job: TrainJob, where: range, fabric: SimulatedFabric) -> ResponseStream:
-    """Return the stream of all samples of `job`, prompt and answer, from the generating GPUs `where` to the trainer's
-    GPUs, spread round-robin over both sides."""
+    """Return the stream of all samples of `job` (prompt and answer) from the generating GPUs `where` to the trainer's
+    GPUs. Samples are assigned round-robin to the GPUs of both sides."""
     total = job.sequences * job.tokens * TOKEN_BYTES
     turns = np.arange(max(len(where), job.layout.gpus))
     src, dst = where.start + turns % len(where), job.first_gpu + turns % job.layout.gpus

@@ -1,14 +1,14 @@
-"""Simulate the sync of a weight version from the trainer's GPUs to all engines on a fabric, step by step as flows.
-Pure.
+"""Simulate the sync of a weight version from the trainer's GPUs to all engines on a fabric, step by step as flows. The
+functions have no side effects.
 
-The plan comes from the production planner (planner/sync_tree), with servers as endpoints. Its duration is that of the
+The plan comes from the production planner (planner/sync_tree), with servers as endpoints. The duration is that on the
 simulated network, not the plan's estimate. If the fabric has circuits, they are kept, set once for the whole plan, or
-set again for each wave that needs others, whichever is fastest. If other stages send meanwhile, the cheapest
-alternative is chosen, including their delay.
+set again for each wave that needs other circuits, whichever is fastest. If other stages send during the sync, the
+choice also considers their delay.
 
 The tree sends shards between servers over all of their NICs, and each server forwards them to its own GPUs over NVLink,
-chunk by chunk. `naive`: every GPU receives directly from a holder, all at once. `two_stage` (figure 4 of the OrchestrRL
-paper): to the first engine of each PoD, then along a chain of the PoD's servers.
+chunk by chunk. `naive`: every GPU receives directly from a holder, and all transfers begin at once. `two_stage` (figure
+4 of the OrchestrRL paper): weights go to the first engine of each PoD, then along a chain of the PoD's servers.
 
 Concurrent traffic is assumed to be uniform: each flow demands its mean rate. Traffic inside a server is ignored,
 because NVLink has many times the bandwidth of the NICs.
@@ -38,15 +38,15 @@ Row = tuple[int, int, float]
 
 @dataclass(frozen=True, slots=True)
 class FlowStep:
-    """Flows that begin together, after those of the previous step have ended. `above` is the number of flows upstream
-    of each flow; it waits for one chunk of each."""
+    """Flows that begin together, after the flows of the previous step have ended. `above` is the number of flows
+    upstream of each flow; a flow waits for one chunk of each upstream flow."""
 
     flows: GpuFlows
     above: Ints  # [flow]
 
 
 def tree_steps(plan: SyncPlan, shards: Sequence[ServerShard], site: SyncSite, gpus_per_server: int) -> list[FlowStep]:
-    """Return one step for each wave of the plan."""
+    """Return one step of flows for each wave of the plan."""
     steps: list[FlowStep] = []
     for edges in (wave.edges for wave in plan.waves):
         shard, src, dst, size, above = (
@@ -64,9 +64,10 @@ CHAINS = 2  # chains per piece, if it has that many holders; with more chains, e
 
 
 def _in_chains(edges: WaveEdges) -> tuple[Ints, Ints, Ints, Floats, Ints]:
-    """Return the shard, sender, receiver, bytes and depth of each flow if servers are connected directly. Each holder
-    sends an equal part of a piece, and every server forwards it to one other server. A server that sends to many
-    receivers would have few NICs for each, and the topology is built for the traffic between chain neighbours."""
+    """Return the shard, sender, receiver, number of bytes and depth of each flow, for servers that are connected
+    directly. Each holder sends an equal part of a piece, and every server forwards it to one other server. A server
+    that sends to many receivers would have few NICs for each, and the topology is built for the traffic between chain
+    neighbours."""
     rows: list[tuple[float, ...]] = []
     for shard, offset in np.unique(np.stack([edges.shard, edges.offset]), axis=1).T.tolist():
         these = (edges.shard == shard) & (edges.offset == offset)
@@ -82,7 +83,8 @@ def _in_chains(edges: WaveEdges) -> tuple[Ints, Ints, Ints, Floats, Ints]:
 
 
 def naive_steps(shards: Sequence[ServerShard], gpus_per_server: int) -> list[FlowStep]:
-    """Return one step in which each GPU receives directly from a holder; holders take turns."""
+    """Return one step in which each GPU receives directly from a holder. Receivers are assigned to holders in
+    rotation."""
     rows: list[Row] = [
         (shard.holders[turn % len(shard.holders)] * gpus_per_server + place, server * gpus_per_server + place, size)
         for shard in shards
@@ -94,7 +96,7 @@ def naive_steps(shards: Sequence[ServerShard], gpus_per_server: int) -> list[Flo
 
 
 def two_stage_steps(shards: Sequence[ServerShard], site: SyncSite, gpus_per_server: int) -> list[FlowStep]:
-    """Return two steps: to the first engine of each PoD, then along a chain of the PoD's servers."""
+    """Return two steps of flows: first to the first engine of each PoD, then along a chain of the PoD's servers."""
     first: list[Row] = []
     chains: list[tuple[int, int, float, int]] = []  # server, server, bytes, depth
     at: list[tuple[int, int, float]] = []  # shard, server, bytes that arrive there
@@ -129,7 +131,8 @@ def spread(src: Ints, dst: Ints, size: Floats, gpus_per_server: int) -> GpuFlows
 
 
 def _forwarded(shards: Sequence[ServerShard], of: Ints, server: Ints, size: Floats, gpus_per_server: int) -> GpuFlows:
-    """Return the flows inside servers: data that arrived evenly at a server's GPUs goes to each GPU that needs it."""
+    """Return the flows inside servers. Data that arrived evenly at a server's GPUs is sent to each GPU that needs
+    it."""
     places = [{at: row for row, at in enumerate(shard.receivers)} for shard in shards]
     wanted: dict[int, Floats] = {}  # [GPU of the server], by server
     for shard, at, came in zip(of.tolist(), server.tolist(), size.tolist(), strict=True):
@@ -148,7 +151,8 @@ def _forwarded(shards: Sequence[ServerShard], of: Ints, server: Ints, size: Floa
 
 
 def _with_last_hop(sent: GpuFlows, above: Ints, inside: GpuFlows) -> FlowStep:
-    """Return a step with the flows inside servers added. They forward chunk by chunk, as the last hop of the tree."""
+    """Return a step with the flows inside servers added. These flows forward chunk by chunk, as the last hop of the
+    tree."""
     last = int(above.max(initial=0)) + 1
     return FlowStep(GpuFlows.joined([sent, inside]), np.concatenate([above, np.full(len(inside), last, np.int64)]))
 
@@ -160,7 +164,7 @@ def _by_pod(shard: ServerShard, site: SyncSite) -> Iterator[list[int]]:
 
 
 def _first_engine(shard: ServerShard, server: int) -> list[int]:
-    """Return the indices of the server's GPUs that together receive one copy of the shard."""
+    """Return the indices, in the server, of GPUs that together receive one copy of the shard."""
     needs = shard.needs[shard.receivers.index(server)]
     wanting = np.flatnonzero(needs > 0)
     copies = max(1, round(float(needs.sum()) / shard.bytes))
@@ -169,7 +173,8 @@ def _first_engine(shard: ServerShard, server: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)  # == of arrays has no single truth value
 class Beside:
-    """The concurrent traffic of a stage. `group` [flow]: flows of a group wait for each other."""
+    """The traffic of a stage that runs during a sync. `group` is the group of each flow; flows of a group wait for each
+    other."""
 
     stage: FabricStage
     flows: GpuFlows  # bytes per second
@@ -177,7 +182,8 @@ class Beside:
 
     @classmethod
     def of(cls, stage: FabricStage, flows: GpuFlows, group: Ints, servers: Servers) -> "Beside":
-        """Build the traffic between servers. Flows between the same two GPUs are merged into the first one's group."""
+        """Build the traffic between servers. Flows between the same two GPUs are merged into the group of the first of
+        these flows."""
         far = flows.cross(servers) & (flows.bytes > 0)
         merged, of = flows.only(far).merged()
         groups = np.zeros(len(merged), np.int64)
@@ -185,15 +191,15 @@ class Beside:
         return cls(stage, merged, groups)
 
     def held_s(self, behind_s: Floats) -> float:
-        """Return the delay of the stage: that of the slowest flow of each group, mean over groups. `behind_s` [flow]
-        are the delays of flows."""
+        """Return the delay of the stage in seconds: the largest delay of a flow in each group, averaged over groups.
+        `behind_s` is the delay of each flow in seconds."""
         groups, which = np.unique(self.group, return_inverse=True)
         slowest_s = np.zeros(len(groups))
         np.maximum.at(slowest_s, which, behind_s)
         return float(slowest_s.mean()) if len(groups) else 0.0
 
     def has_way(self, network: LinkNetwork) -> bool:
-        """Return whether all flows have a path: circuits set for other traffic may disconnect servers."""
+        """Return whether all flows have a path. Circuits set for other traffic may disconnect servers."""
         try:
             network.routes(self.flows)
         except ValueError:
@@ -223,7 +229,8 @@ MOST_WAVES = 24  # with more waves, circuits are not computed per wave, because 
 
 @dataclass(frozen=True, slots=True)
 class _Ground:
-    """The inputs shared by all courses of a sync: the fabric, concurrent traffic, and the lower bound of the time."""
+    """The inputs shared by all alternatives for a sync's circuits: the fabric, concurrent traffic, and the lower bound
+    on the sync's duration."""
 
     fabric: SimulatedFabric
     beside: Sequence[Beside]
@@ -231,12 +238,13 @@ class _Ground:
     pod: Ints  # [server]
 
     def crosses(self, flows: GpuFlows) -> Bools:
-        """Return whether each flow is between PoDs, [flow]."""
+        """Return whether each flow is between PoDs, as an array indexed by flow."""
         gpus = self.fabric.servers.gpus_per_server
         return np.asarray(self.pod[flows.src // gpus] != self.pod[flows.dst // gpus])
 
     def period(self, flows: GpuFlows, share: float = 1.0) -> Period:
-        """Return the period of these flows, and of the concurrent traffic in the fraction `share` of the time."""
+        """Return the communication period whose demand is these flows plus the fraction `share` of the concurrent
+        traffic."""
         others = [each.flows.times(self.bound_s * share) for each in self.beside]
         sent = GpuFlows.joined([flows, *others])
         return Period.of("weight sync", FabricStage.WEIGHT_SYNC, sent.only(sent.cross(self.fabric.servers)))
@@ -253,7 +261,8 @@ def sync_stage(
     *,
     beside: Sequence[Beside] = (),
 ) -> SyncStage:
-    """Simulate the sync to `fleet`, with concurrent traffic. Raises ValueError for an indivisible layout."""
+    """Simulate the sync to `fleet`, with concurrent traffic. Raises ValueError if an engine layout cannot divide the
+    model."""
     shards, site = shards_of(job, fleet, fabric.servers.gpus_per_server), site_of(fabric.network(None))
     sending = [each for each in beside if len(each.flows)]
     found = _courses(scheme, shards, site, _Ground(fabric, sending, bound_s(shards, site), site.pod))
@@ -273,7 +282,8 @@ def steps_of(
 
 
 def problem_of(shards: Sequence[ServerShard], site: SyncSite, servers: Servers) -> SyncProblem:
-    """Return the planner's problem with servers as endpoints. A PoD's budget is its bandwidth outwards in NICs."""
+    """Return the planner's problem with servers as endpoints. A PoD's budget is its outbound bandwidth, in units of a
+    NIC's bandwidth."""
     link_bytes_per_s = servers.nic_bytes_per_s
     return SyncProblem(
         link_gbps=link_bytes_per_s * GBPS,
@@ -295,8 +305,8 @@ def problem_of(shards: Sequence[ServerShard], site: SyncSite, servers: Servers) 
 
 
 def bound_s(shards: Sequence[ServerShard], site: SyncSite) -> float:
-    """Return a lower bound for any plan: the time to receive the required bytes at each server, ToR and PoD, and to
-    send every shard once from the holders."""
+    """Return a lower bound on the duration of any plan: the largest of the times to receive the required bytes at each
+    server, ToR and PoD, and to send every shard once from its holders."""
     arriving = np.zeros(len(site.pod))
     entering, climbing = np.zeros(site.pods), np.zeros(len(site.tor_bytes_per_s))
     for shard in shards:
@@ -313,8 +323,8 @@ def bound_s(shards: Sequence[ServerShard], site: SyncSite) -> float:
 
 
 def _courses(scheme: str, shards: Sequence[ServerShard], site: SyncSite, ground: _Ground) -> Iterator[SyncStage]:
-    """Yield the sync under each possible course. If circuits are kept, waves are free, so that the plan for this course
-    may have more of them."""
+    """Yield the sync for each alternative use of circuits. If circuits are kept, waves cost nothing, so that the plan
+    for this alternative may have more waves."""
     fabric = ground.fabric
     steps = steps_of(scheme, shards, site, fabric.servers)
     try:
@@ -370,7 +380,7 @@ class _StepTime:
 
 
 def _step_s(network: LinkNetwork, step: FlowStep, ground: _Ground) -> _StepTime:
-    """Return the time of a step. A flow waits for one chunk and one hop of each flow upstream of it."""
+    """Return the duration of a step. A flow waits for one chunk and one hop of each flow upstream of it."""
     flows, beside = step.flows, ground.beside
     if not len(flows):
         return _StepTime(0.0, 0.0, {}, {each.stage: 0.0 for each in beside})
@@ -387,7 +397,7 @@ def _step_s(network: LinkNetwork, step: FlowStep, ground: _Ground) -> _StepTime:
 def _shared(
     network: LinkNetwork, flows: GpuFlows, routes: FlowRoutes, beside: Sequence[Beside]
 ) -> tuple[Floats, Mapping[FabricStage, float]]:
-    """Return the end times of flows, and the delay that they cause to concurrent stages."""
+    """Return the end times of flows, and the delay that these flows cause to concurrent stages."""
     if not beside:
         return finish_s(network, flows, routes), {}
     end_s, behind_s = finish_beside(network, flows, routes, GpuFlows.joined([each.flows for each in beside]))

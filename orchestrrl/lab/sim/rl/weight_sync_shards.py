@@ -1,11 +1,12 @@
-"""Group the weights into shards by the servers that hold and need them, and derive the site of a sync. Pure.
+"""Group the weights into shards by the servers that hold and need them, and derive the site of a sync. The functions
+have no side effects.
 
 Elements with the same holding servers and the same receiving servers form one shard, for any number of ranks on both
-sides. A shard goes to a server once, and from there to its GPUs over NVLink.
+sides. A shard is sent to a server once, and from the server's NICs to its GPUs over NVLink.
 
 The site is derived from a network's links. Servers are the endpoints, as in production, where the peer on each host has
-the shards of its GPUs. A PoD is a set of servers connected without the core. In rail-aligned fabrics, a ToR is the set
-of all ToRs that the same servers share. Budgets are in circuits of a NIC's rate.
+the shards of its GPUs. A PoD is a set of servers connected without the core. In rail-aligned fabrics, all ToRs that the
+same servers share count as one ToR. Budgets are numbers of circuits at the rate of a NIC.
 """
 
 from collections.abc import Sequence
@@ -50,7 +51,8 @@ def shards_of(job: TrainJob, fleet: UniformFleet, gpus_per_server: int) -> tuple
 
 
 def parameters_of(model: Model) -> tuple[Parameter, ...]:
-    """Return the parameters of a model. A mixture of experts with a dense feed-forward part has both."""
+    """Return the parameters of a model, for a dense model, a mixture of experts, or a mixture of experts with a dense
+    feed-forward part."""
     transformer = TransformerParameters(
         layers=model.layers,
         hidden=model.hidden,
@@ -91,8 +93,8 @@ def trainer_layout(job: TrainJob) -> TrainerLayout:
 
 
 def _engines(fleet: UniformFleet) -> tuple[list[EngineLayout], list[EngineLayout]]:
-    """Return the layouts that receive dense parameters, and those that receive experts: attention and FFN GPUs under
-    AFD, otherwise the same engines."""
+    """Return the engine layouts that receive dense parameters and the layouts that receive experts. Under AFD these are
+    the attention GPUs and the FFN GPUs; otherwise both are the same engines."""
     p = fleet.parallelism
     if not p.afd:
         whole = [
@@ -137,7 +139,8 @@ class SyncSite:
 
 
 def site_of(network: LinkNetwork) -> SyncSite:
-    """Return the site of a network. Raises ValueError if the network has no link endpoints."""
+    """Return the site that a network's links form. Raises ValueError if the network does not list the endpoints of its
+    links."""
     if network.ends is None:
         raise ValueError(f"{network.name or 'the network'}: ends must contain the endpoints of each link, got None")
     servers, (tail, head), capacity = network.servers, network.ends.T, network.capacity_bytes_per_s
@@ -167,7 +170,7 @@ def site_of(network: LinkNetwork) -> SyncSite:
 
 
 def _owners(network: LinkNetwork, nodes: int) -> Ints:
-    """Return the server of each NIC and NVLink switch, [node]; -1 for other nodes."""
+    """Return the server of each NIC and NVLink switch, as an array indexed by node; -1 for other nodes."""
     assert network.ends is not None
     servers, owner = network.servers, np.full(nodes, -1, np.int64)
     owner[: servers.nics] = np.arange(servers.nics) // servers.nics_per_server
@@ -179,7 +182,7 @@ def _owners(network: LinkNetwork, nodes: int) -> Ints:
 
 def _tors(server: Ints, node: Ints, links: NDArray[np.bool_], servers: int) -> tuple[list[tuple[int, ...]], Ints]:
     """Return the distinct sets of switches to which servers' NICs connect, and the index of each server's set. A server
-    without switches has an empty set of its own."""
+    without switches has its own empty set."""
     found = [set[int]() for _ in range(servers)]
     for one, other in zip(server[links].tolist(), node[links].tolist(), strict=True):
         found[one].add(other)

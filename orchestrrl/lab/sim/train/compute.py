@@ -1,4 +1,5 @@
-"""Compute the seconds of a micro-batch on one rank (kernels, a layer, the head, the optimizer) and GPU memory. Pure.
+"""Compute the seconds of a micro-batch on one rank (kernels, a layer, the head, the optimizer) and GPU memory. The
+functions have no side effects.
 
 Tensor parallelism includes sequence parallelism: norms and residuals process 1/tp of the tokens.
 
@@ -17,8 +18,8 @@ from planner.cost.models import Model
 
 def attended_pairs(model: Model, tokens: float, square_tokens: float | None = None) -> float:
     """Return the number of query-key pairs that a causal mask keeps, over all layers of a sequence. `square_tokens` is
-    the mean of the squared lengths, if lengths differ. For a layer with a sliding window, all sequences count as longer
-    than the window, or all as shorter, according to their mean."""
+    the mean of the squared lengths, if lengths differ. For a layer with a sliding window, all sequences are treated as
+    longer than the window, or all as shorter, according to their mean length."""
     full = (tokens * tokens if square_tokens is None else square_tokens) / 2
     if not 0 < model.window_tokens < tokens:
         return model.layers * full
@@ -34,7 +35,7 @@ def forward_flops(model: Model, tokens: float, square_tokens: float | None = Non
 
 
 def step_flops(model: Model, sequences: int, tokens: float, square_tokens: float | None = None) -> float:
-    """Return the FLOPs of an optimiser step. A backward pass needs twice those of a forward pass."""
+    """Return the FLOPs of an optimiser step. A backward pass needs twice the FLOPs of a forward pass."""
     return 3.0 * sequences * forward_flops(model, tokens, square_tokens)
 
 
@@ -65,7 +66,8 @@ class Kernels:
         return max(compute_s, groups * moved / self.hbm_bytes_per_s) + self.constants.kernel_s
 
     def _waves_over_work(self, m: float, n: float, groups: int) -> float:
-        """Return the time of full waves over the time of the work alone: edge tiles and the last wave are partial."""
+        """Return the ratio of the time with full waves to the time of the work alone. It exceeds 1 because edge tiles
+        and the last wave are only partly filled."""
         sms = SMS.get(self.gpu.name, SMS_OF_OTHERS)
         return min(
             math.ceil(groups * math.ceil(m / rows) * math.ceil(n / columns) / sms) * sms * rows * columns
@@ -82,7 +84,7 @@ class Kernels:
         return flops / (self.gpu.bf16_flops * share) + constants.kernel_s
 
     def moves_s(self, moved_bytes: float) -> float:
-        """Return the seconds to read and write `moved_bytes` in total."""
+        """Return the seconds to transfer `moved_bytes`, the total of bytes read and written, to and from GPU memory."""
         return moved_bytes / self.hbm_bytes_per_s
 
 
@@ -94,8 +96,8 @@ LOSS_BACKWARD_BYTES = 14.0
 
 @dataclass(frozen=True, slots=True)
 class PassCompute:
-    """Compute seconds of a forward or backward pass: of a layer, in the order of the forward pass (the backward pass is
-    reversed), and of the head."""
+    """The compute times in seconds of a forward or backward pass: the parts of a layer, in the order of the forward
+    pass (the backward pass reverses it), and the head."""
 
     before_s: float  # norm, projections of queries, keys and values
     attention_s: float
@@ -110,7 +112,7 @@ class PassCompute:
 
 
 def compute_of(job: TrainJob) -> tuple[PassCompute, PassCompute]:
-    """Return the compute of the forward pass, and that of the backward pass."""
+    """Return the compute times of the forward pass and of the backward pass."""
     kernels = Kernels(job.gpu, job.constants)
     return _pass(job, kernels, backward=False), _pass(job, kernels, backward=True)
 
@@ -150,7 +152,7 @@ def _pass(job: TrainJob, kernels: Kernels, *, backward: bool) -> PassCompute:
 
 
 def _experts(job: TrainJob, kernels: Kernels, *, backward: bool) -> tuple[float, float]:
-    """Return the seconds of the experts, and of reordering the tokens once."""
+    """Return two times in seconds: that of the experts, and that of reordering the tokens once."""
     model, layout = job.model, job.layout
     if not model.moe:
         return 0.0, 0.0
@@ -175,7 +177,8 @@ def _head_s(job: TrainJob, kernels: Kernels, *, backward: bool) -> float:
 
 
 def rank_parameters(job: TrainJob) -> list[tuple[float, float]]:
-    """Return the dense parameters and the experts' parameters of each pipeline rank, before data-parallel sharding."""
+    """Return the numbers of dense parameters and of experts' parameters of each pipeline rank, before data-parallel
+    sharding."""
     model, layout = job.model, job.layout
     by_rank = [sum(job.stage_layers[rank :: layout.pp]) for rank in range(layout.pp)]
     ends = [0.0] * layout.pp
@@ -194,7 +197,7 @@ def stage_parameters(job: TrainJob) -> tuple[float, float]:
 
 
 def optimizer_s(job: TrainJob) -> float:
-    """Return the seconds of the distributed optimizer's step: each rank updates its shard, and clears its gradients."""
+    """Return the seconds of the distributed optimizer's step: each rank updates its shard and clears its gradients."""
     dense, experts = stage_parameters(job)
     layout, constants, kernels = job.layout, job.constants, Kernels(job.gpu, job.constants)
     shard = dense / (layout.dp * layout.cp) + experts * layout.ep / (layout.tp * layout.cp * layout.dp)
@@ -258,8 +261,8 @@ def _state_bytes(job: TrainJob, dense: float, experts: float) -> float:
 
 def _activation_bytes(job: TrainJob, rank: int) -> float:
     """Return the activation bytes of all in-flight micro-batches on a pipeline rank (Korthikanti et al., arXiv
-    2205.05198, sections 4.2 and 4.4). Their number is that of the ranks from this one on, and larger if stages are
-    interleaved."""
+    2205.05198, sections 4.2 and 4.4). The number of in-flight micro-batches is the number of pipeline ranks from this
+    rank to the last, and is larger if stages are interleaved."""
     layout = job.layout
     own = sum(job.stage_layers[rank :: layout.pp])
     under_way = float(layout.pp - rank)
@@ -274,9 +277,9 @@ def _activation_bytes(job: TrainJob, rank: int) -> float:
 def layer_bytes(job: TrainJob) -> float:
     """Return the bytes that a layer keeps per micro-batch for its backward pass, counted as by Korthikanti et al. and
     divided by tensor parallelism with sequence parallelism. These are the inputs of both norms, queries, keys, values,
-    the output of attention, gate and up, and the inputs of experts. Attention scores are never kept (FlashAttention).
-    There is no dropout. Outputs of norms and of the activation are recomputed (Megatron Core, --recompute-modules
-    layernorm moe_act)."""
+    the output of attention, gate and up projections, and the inputs of experts. Attention scores are never kept
+    (FlashAttention). There is no dropout. Outputs of norms and of the activation are recomputed (Megatron Core,
+    --recompute-modules layernorm moe_act)."""
     model = job.model
     attention = 2 * model.hidden + 2 * (model.q_heads + model.kv_heads) * model.head_dim
     experts = model.experts_per_token * (model.hidden + 2 * model.expert_ffn)

@@ -1,4 +1,5 @@
-"""Simulate a training iteration on a fabric: its collectives, the parts of its time, boundaries and windows. Pure.
+"""Simulate a training iteration on a fabric: its collectives with their begin and end times, the parts of its duration,
+and the windows between collectives. The functions have no side effects.
 
 Gradients are reduced bucket by bucket during the last micro-batch's backward pass. The network carries one collective
 at a time: gradients wait while that pass sends its own messages.
@@ -38,8 +39,9 @@ Span = tuple[float, float]  # begin and end in seconds
 def reduced(
     given: StageLoad, schedule: PipelineSchedule, reduce_s: float, *, from_s: float = 0.0, alone: bool = False
 ) -> list[Span]:
-    """Return the span of gradient reduction for each pipeline rank. `reduce_s` is the time to reduce all gradients of a
-    rank. Reduction begins at `from_s` at the earliest. `alone`: passes send no messages meanwhile."""
+    """Return the begin and end of gradient reduction for each pipeline rank. `reduce_s` is the time to reduce all
+    gradients of a rank. Reduction begins at `from_s` at the earliest. If `alone` is true, passes send no messages
+    during the reduction."""
     found = []
     for ops in schedule.ops:
         last = {op.stage: op for op in ops if op.side == BACKWARD} if reduce_s else {}
@@ -58,7 +60,8 @@ def reduced(
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Seconds to reduce a rank's gradients and to gather its parameters on one network; infinite without a path."""
+    """The times in seconds to reduce a rank's gradients and to gather its parameters on one network; infinite without a
+    path."""
 
     reduce_s: float
     gather_s: float
@@ -78,8 +81,9 @@ class Taken:
 def shortest(
     given: StageLoad, kept: Gradients, changed: Gradients | None, optimizer_s: float, reconfigures_s: float
 ) -> Taken:
-    """Return the shortest way to run an iteration. `kept` is gradient traffic on the circuits of forward and backward,
-    `changed` on circuits set for gradients; None if there are no such circuits."""
+    """Return the fastest alternative for an iteration. `kept` is gradient traffic on the circuits of the forward and
+    backward passes; `changed` is gradient traffic on circuits set for gradients, or None if the fabric has no such
+    circuits."""
 
     def taken(
         schedule: PipelineSchedule, shift_s: float, gather_s: float, reduce_s: float, last_s: float, change: bool
@@ -105,15 +109,16 @@ def shortest(
 
 
 def last_sent_s(given: StageLoad, schedule: PipelineSchedule) -> float:
-    """Return the time at which forward and backward passes end sending on all ranks; 0 if they never send."""
+    """Return the time at which the forward and backward passes of all ranks have finished sending; 0 if they never
+    send."""
     return max((to_s for ops in schedule.ops for _, _, to_s in _sent(given, schedule, ops[-1])), default=0.0)
 
 
 def on_fabric(
     job: TrainJob, fabric: SimulatedFabric, exchanges: Mapping[str, GroupCollective]
 ) -> tuple[StageLoad, Gradients, Gradients | None]:
-    """Return the load of stages, gradient traffic on the circuits of forward and backward, and gradient traffic on
-    circuits set for gradients (None if these are the same circuits)."""
+    """Return three values: the load of the stages, the gradient traffic on the circuits of the forward and backward
+    passes, and the gradient traffic on circuits set for gradients (None if these are the same circuits)."""
     passes_period, gradients_period = periods_of(job, exchanges)
     network = fabric.network(passes_period)
     each_s = once_s(network, exchanges, FORWARD_BACKWARD)
@@ -130,12 +135,14 @@ def group_of(kind: str) -> str:
 
 
 def once_s(network: LinkNetwork, exchanges: Mapping[str, GroupCollective], kinds: Iterable[str]) -> dict[str, float]:
-    """Return the seconds of each kind of collective, run alone: a rank runs one collective at a time."""
+    """Return the duration in seconds of each kind of collective if it runs alone, because a rank runs one collective at
+    a time."""
     return {kind: seconds(network, exchanges[kind].transfer) for kind in kinds if kind in exchanges}
 
 
 def gradients(network: LinkNetwork, exchanges: Mapping[str, GroupCollective]) -> Gradients:
-    """Return the gradient traffic. Dense and expert parameters are sent in sequence: both use the same NICs."""
+    """Return the gradient traffic. Dense and expert parameters are sent one after the other, because both use the same
+    NICs."""
     try:
         each_s = once_s(network, exchanges, [kind for kind in exchanges if group_of(kind) == "dp"])
     except ValueError:  # circuits of another period may not connect all data-parallel ranks
@@ -151,7 +158,7 @@ Sent = tuple[str, float, float]  # group, begin, end
 
 
 def boundaries(given: StageLoad, taken: Taken, rank: int) -> tuple[CollectiveBoundary, ...]:
-    """Return the collectives of a pipeline rank, in the order of their begin."""
+    """Return the collectives of a pipeline rank, ordered by their begin."""
     found = [
         CollectiveBoundary(group, from_s + taken.shift_s, to_s + taken.shift_s)
         for op in taken.schedule.ops[rank]
@@ -164,7 +171,8 @@ def boundaries(given: StageLoad, taken: Taken, rank: int) -> tuple[CollectiveBou
 
 
 def _sent(given: StageLoad, schedule: PipelineSchedule, op: PipelineOp) -> list[Sent]:
-    """Return the network traffic of one pass of a micro-batch through a stage, including its input and its result."""
+    """Return the network traffic of one pass of a micro-batch through a stage, including the transfers of its input and
+    its result."""
     end_s, send_s, stages = schedule.span_s(op)[1], given.stages.send_s, given.job.layout.stages
     found: list[Sent] = []
     if "pp" in given.crossing:
@@ -202,7 +210,8 @@ def windows(found: tuple[CollectiveBoundary, ...]) -> tuple[OverlapWindow, ...]:
 
 
 def iteration(job: TrainJob, fabric: SimulatedFabric) -> TrainingIteration:
-    """Simulate an iteration on the networks of its periods. Raises ValueError if a group has no path."""
+    """Simulate an iteration on the networks of its periods. Raises ValueError if no path connects the GPUs of a
+    group."""
     given, kept, changed = on_fabric(job, fabric, traffic(job, fabric.servers))
     step_s = optimizer_s(job)
     taken, free = (shortest(given, kept, changed, step_s, each) for each in (fabric.reconfigures_s, 0.0))
@@ -233,8 +242,9 @@ def forward_s(job: TrainJob, fabric: SimulatedFabric) -> float:
 
 
 def _parts(given: StageLoad, taken: Taken, free: Taken, step_s: float, rank: int, busy_s: float) -> dict[str, float]:
-    """Return the parts of the iteration time of the busiest rank. The parts of pipeline and gradients are differences
-    from runs without them; `circuits` is the difference from circuits that change instantly."""
+    """Return the parts of the iteration time of the busiest rank. The parts for pipeline and gradients are differences
+    from a schedule without pipeline or gradient traffic; `circuits` is the difference from a schedule whose circuits
+    change instantly."""
     job = given.job
     micro, layers = job.micro_batches, sum(job.stage_layers[rank :: job.layout.pp])
     waits_s = {group: micro * layers * sum(each.waits_s(group) for each in given.passes) for group in WAITS}

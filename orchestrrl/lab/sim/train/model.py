@@ -149,19 +149,21 @@ class TrainJob:
 
     @property
     def square_tokens(self) -> float:
-        """The mean of the squared sequence lengths."""
+        """The mean of the squared sequence lengths, in squared tokens."""
         return self.tokens**2 * (1 + self.length_cv**2)
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
-        """The number of layers of each stage, [stage]. The first stages take the remainder of an uneven division."""
+        """The number of layers of each stage, as an array indexed by stage. The first stages take the remainder of an
+        uneven division."""
         each, more = divmod(self.model.layers, self.layout.stages)
         return tuple(each + (stage < more) for stage in range(self.layout.stages))
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveBoundary:
-    """The begin and end of one rank's collective over the network, in seconds from the iteration's beginning."""
+    """The times at which one rank's collective over the network begins and ends, in seconds from the iteration's
+    beginning."""
 
     group: str  # e.g. "dp", "ep", "pp", "cp"
     begin_s: float
@@ -184,7 +186,8 @@ class OverlapWindow:
 
 @dataclass(frozen=True, slots=True)
 class TrainingIteration:
-    """The simulated iteration. `parts_s` (compute, bubble, exposed communication by group) adds up to `seconds`."""
+    """A simulated training iteration. `parts_s` (compute, bubble, exposed communication by group) adds up to
+    `seconds`."""
 
     seconds: float
     mfu: float

@@ -1,9 +1,11 @@
-"""Schedule a job on one network: each stage's passes of a micro-batch, and the pipeline's schedule of them. Pure.
+"""Schedule a job on one network: the passes of a micro-batch through each stage, and their order in the pipeline. The
+functions have no side effects.
 
 A pass consists of compute and the exposed part of its collectives, in the order of execution. A rank waits for tensor
 parallelism's collectives and the experts' all-to-all, less their hidden fraction; the former are hidden in the backward
 pass only. The ring of context parallelism runs concurrently with attention. A rank waits for the ring if it takes
-longer than the attention that can hide it. Parameters are gathered before the schedule, gradients reduced after it.
+longer than the attention that can hide it. Parameters are gathered before the schedule begins, and gradients are
+reduced after it ends.
 
 The schedule is Megatron's 1F1B, plain or interleaved. Stages are numbered along the pipeline. With interleaving, rank r
 of p holds stages r, r + p, r + 2p, and so on.
@@ -25,26 +27,27 @@ FORWARD, BACKWARD = 0, 1  # indices into arrays of shape [2, ...]
 
 
 class PipelineOp(NamedTuple):
-    """A micro-batch's pass through a stage; an index into arrays [2, stage, micro]."""
+    """A micro-batch's pass through a stage; an index into arrays of shape [2, stage, micro-batch]."""
 
     side: int
     stage: int
     micro: int
 
     def sender(self, stages: int) -> "PipelineOp | None":
-        """Return the pass of another stage that provides the input."""
+        """Return the pass of another stage that provides the input of this pass, or None if there is no such pass."""
         stage = self.stage - 1 if self.side == FORWARD else self.stage + 1
         return self._replace(stage=stage) if 0 <= stage < stages else None
 
     def sends_on(self, stages: int) -> bool:
-        """Return whether another stage receives the result."""
+        """Return whether another stage receives the result of this pass."""
         return self.stage < stages - 1 if self.side == FORWARD else self.stage > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Seconds of each stage for a micro-batch. `send_s` is the time between a stage's end and the next stage's begin. A
-    rank that `blocks` is busy while it sends. A stage's first forward pass ends at `gathered_s` at the earliest."""
+    """The durations in seconds of each stage's passes of a micro-batch. `send_s` is the time between a stage's end and
+    the next stage's begin. If `blocks` is true, a rank is busy while it sends. A stage's first forward pass ends at
+    `gathered_s` at the earliest."""
 
     pass_s: Floats  # [2, stage]
     send_s: float = 0.0
@@ -63,12 +66,13 @@ class PipelineSchedule:
         return float(self.end_s.max())
 
     def span_s(self, op: PipelineOp) -> tuple[float, float]:
-        """Return the begin and the end of a pass."""
+        """Return the begin and the end of a pass in seconds."""
         return float(self.begin_s[op]), float(self.end_s[op])
 
 
 def order(ranks: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[PipelineOp, ...], ...]:
-    """Return the order of passes of each rank (Narayanan et al., arXiv 2104.04473, sections 2.2.1 and 2.2.2)."""
+    """Return each rank's passes in the order of execution (Narayanan et al., arXiv 2104.04473, sections 2.2.1 and
+    2.2.2)."""
     if chunks > 1 and micro_batches % ranks:
         raise ValueError(f"interleaving needs a multiple of {ranks} micro-batches, got {micro_batches}")
     turns = [
@@ -81,7 +85,7 @@ def order(ranks: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[Pipeli
 
 
 def forward_only(ops: tuple[tuple[PipelineOp, ...], ...]) -> tuple[tuple[PipelineOp, ...], ...]:
-    """Return the order of passes of each rank without backward passes."""
+    """Return each rank's forward passes in the order of execution, for a schedule without backward passes."""
     return tuple(tuple(op for op in of_rank if op.side == FORWARD) for of_rank in ops)
 
 
@@ -97,7 +101,7 @@ def _of_rank(rank: int, ranks: int, chunks: int, turns: list[tuple[int, int]]) -
 
 
 def run(ops: tuple[tuple[PipelineOp, ...], ...], stages: Stages, micro_batches: int) -> PipelineSchedule:
-    """Return the schedule in which each rank runs its ops in order, each as soon as its input has arrived."""
+    """Return the schedule in which each rank runs its ops in the given order, each as soon as its input has arrived."""
     count = stages.pass_s.shape[1]
     begin_s, end_s = (np.full((2, count, micro_batches), np.nan) for _ in (FORWARD, BACKWARD))
     pending, free_s = [deque(each) for each in ops], [0.0] * len(ops)
@@ -114,7 +118,7 @@ def run(ops: tuple[tuple[PipelineOp, ...], ...], stages: Stages, micro_batches: 
 
 
 def _arrival_s(op: PipelineOp, end_s: Floats, send_s: float) -> float:
-    """Return the time at which the input of a pass arrives; nan if it is not scheduled yet."""
+    """Return the time at which the input of a pass arrives; nan if the pass that provides it is not scheduled yet."""
     if sender := op.sender(end_s.shape[1]):
         return float(end_s[sender]) + send_s
     return float(end_s[FORWARD, op.stage, op.micro]) if op.side == BACKWARD else 0.0
@@ -161,7 +165,7 @@ class Pass:
 def passes_of(
     job: TrainJob, compute: tuple[PassCompute, PassCompute], once_s: Mapping[str, float]
 ) -> tuple[Pass, Pass]:
-    """Return the forward and the backward pass of a layer. `once_s` is the time of each kind of collective."""
+    """Return the forward and the backward pass of a layer. `once_s` is the duration of each kind of collective."""
     forward = _pass(job, compute[FORWARD], once_s, tp_hidden=0.0, ring_laps=1)
     backward = _pass(job, compute[BACKWARD], once_s, tp_hidden=job.constants.tp_hidden_share, ring_laps=2)[::-1]
     if job.recompute:
@@ -211,8 +215,8 @@ def _beside(attention_s: float, ring_s: float, cp: int) -> PassSegment:
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """The passes and stages of a job on one network. `crossing`: the kinds of collectives that leave their server; only
-    these use circuits and bound windows."""
+    """The passes and stages of a job on one network. `crossing` contains the kinds of collectives that cross servers;
+    only these collectives use circuits and bound windows."""
 
     job: TrainJob
     passes: tuple[Pass, Pass]  # forward, backward
@@ -243,13 +247,14 @@ class StageLoad:
         return float(self.stages.pass_s[op.side, op.stage])
 
     def sends_share(self, op: PipelineOp) -> float:
-        """Return the fraction of an op's time in which its collectives use the network."""
+        """Return the fraction of an op's duration during which its collectives use the network."""
         sends_s = sum(segment.sends_s for segment in self.passes[op.side].segments if self.sends(segment))
         return min(1.0, sends_s * self.job.stage_layers[op.stage] / self.op_s(op))
 
 
 def loaded(job: TrainJob, once_s: Mapping[str, float], crossing: frozenset[str]) -> StageLoad:
-    """Return the load of a job. `once_s` is the time of each kind of collective of forward and backward."""
+    """Return the load of a job. `once_s` is the duration of each kind of collective in the forward and backward
+    passes."""
     compute = compute_of(job)
     passes = passes_of(job, compute, once_s)
     pass_s = np.outer([each.seconds for each in passes], job.stage_layers)

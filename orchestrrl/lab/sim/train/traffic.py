@@ -1,4 +1,5 @@
-"""Compute the process groups of a Megatron layout, their collectives, and the periods of an iteration. Pure.
+"""Compute the process groups of a Megatron layout, their collectives, and the periods of an iteration. The functions
+have no side effects.
 
 Ranks are numbered tensor first, then context, data and pipeline. If tp divides a server's GPUs, each tensor-parallel
 group is on one server. Experts are spread over consecutive ranks of a pipeline stage. Periods are those of section 5.2
@@ -18,9 +19,9 @@ from orchestrrl.lab.sim.train.model import TrainJob
 
 
 def groups(job: TrainJob, axis: str) -> Ints:
-    """Return the GPUs of all groups along an axis, [group, member]. `dp_cp` are the ranks with the same dense
-    parameters, over which their optimizer state is sharded. `expert_dp` are the ranks with the same experts. `pp` is in
-    the order of stages."""
+    """Return the GPUs of all groups along an axis, as an array indexed by [group, member]. `dp_cp` are the ranks with
+    the same dense parameters, over which their optimizer state is sharded. `expert_dp` are the ranks with the same
+    experts. `pp` is in the order of stages."""
     layout = job.layout
     ranks = job.first_gpu + np.arange(layout.gpus, dtype=np.int64)
     grid = ranks.reshape(layout.pp, layout.dp, layout.cp, layout.tp)
@@ -37,7 +38,7 @@ def groups(job: TrainJob, axis: str) -> Ints:
 
 
 def crosses(of: Ints, servers: Servers) -> bool:
-    """Return whether any group has members on several servers."""
+    """Return whether any group has members on more than one server."""
     home = of // servers.gpus_per_server
     return bool(np.any(home != home[:, :1]))
 
@@ -57,8 +58,8 @@ class GroupCollective:
 
 def traffic(job: TrainJob, servers: Servers) -> Mapping[str, GroupCollective]:
     """Return the collectives of an iteration by kind; kinds whose groups have one member are omitted. The transfer of a
-    context-parallel ring is that of a forward pass. A backward pass also carries the gradients of keys and values, and
-    counts as two."""
+    context-parallel ring is that of a forward pass. A backward pass also transfers the gradients of keys and values,
+    and counts as two transfers."""
     if job.first_gpu + job.layout.gpus > servers.gpus:
         raise ValueError(
             f"the layout needs GPUs {job.first_gpu}..{job.first_gpu + job.layout.gpus - 1}, there are {servers.gpus}"
@@ -102,7 +103,7 @@ def _layer_passes(job: TrainJob) -> tuple[float, float]:
 
 
 def forward_times(job: TrainJob, kind: str, exchange: GroupCollective) -> float:
-    """Return how often each rank runs a collective in the forward passes alone. `kind` is one of FORWARD_BACKWARD."""
+    """Return how often each rank runs a collective of a `kind` (one of FORWARD_BACKWARD) in the forward passes."""
     passes = _layer_passes(job)[1]
     return exchange.times / {"tp": passes, "cp": passes + 1, "ep": passes, "pp": 2.0}[kind]
 
@@ -124,7 +125,7 @@ def _of_gradients(job: TrainJob, servers: Servers) -> dict[str, GroupCollective]
 
 
 def _ring(members: Ints, given: float, servers: Servers) -> MessageTransfer:
-    """Return a ring exchange in which each rank's block circulates once, forwarded as soon as it arrives."""
+    """Return a ring exchange in which each rank's block circulates once and is forwarded as soon as it arrives."""
     steps = members.shape[1] - 1
     pairs = np.stack([members.ravel(), np.roll(members, -1, axis=1).ravel()], axis=1)
     once = collectives.p2p(pairs, given, servers)
@@ -139,7 +140,8 @@ def _down(members: Ints, given: float, servers: Servers, *, around: bool) -> Mes
 
 
 def periods(job: TrainJob, servers: Servers) -> tuple[Period, ...]:
-    """Return an iteration's periods, with all of its demand: forward and backward, then gradients and parameters."""
+    """Return the periods of an iteration, with their demand: forward and backward passes, then gradients and
+    parameters."""
     return periods_of(job, traffic(job, servers))
 
 

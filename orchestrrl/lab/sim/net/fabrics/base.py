@@ -26,7 +26,8 @@ class FabricStage(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Period:
     """A communication period, in which the traffic pattern is stable (section 5.2 of the OrchestrRL paper): forward and
-    backward, gradients, generation between two deployments, a weight broadcast. Each id has exactly one demand."""
+    backward passes, gradients, generation between two deployments, or a weight broadcast. Each id has exactly one
+    demand."""
 
     id: str
     stage: FabricStage = field(compare=False)
@@ -58,8 +59,9 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True, eq=False)  # == of arrays has no single truth value
 class Pods:
-    """The assignment of servers to PoDs. `apart`: bandwidth between PoDs is lower than inside one, so that GPUs that
-    exchange much data should share a PoD. Otherwise paths between PoDs have more hops but equal bandwidth."""
+    """The assignment of servers to PoDs. `apart` means that bandwidth between PoDs is lower than inside a PoD, so that
+    GPUs that exchange much data should share a PoD. Otherwise, paths between PoDs have more hops but equal bandwidth.
+    """
 
     of: Ints  # [server], numbered from 0
     apart: bool
@@ -86,7 +88,7 @@ Built = TypeVar("Built", bound="SimulatedFabric")
 @dataclass(frozen=True, eq=False)
 class SimulatedFabric(ABC):
     """Base class of simulated fabrics. By default a fabric has no circuits and the same network in every period.
-    `reconfigures_s` is the time of a circuit change in seconds; 0 without circuits."""
+    `reconfigures_s` is the duration of a circuit change in seconds; 0 without circuits."""
 
     servers: Servers
     failed: SimulatedFailures = field(default=NOTHING, kw_only=True)
@@ -103,7 +105,7 @@ class SimulatedFabric(ABC):
     def pods(self) -> Pods: ...
 
     def network(self, period: Period | None = None) -> LinkNetwork:
-        """Return the network as configured for the period. None: outside any period."""
+        """Return the network as configured for the period, or outside any period if `period` is None."""
         circuits = self.circuits_of(period)
         if circuits not in self._networks:
             self._networks[circuits] = self._network(circuits)
@@ -131,7 +133,7 @@ class SimulatedFabric(ABC):
     def inventory(self) -> Inventory: ...
 
     def without(self: Built, failed: SimulatedFailures) -> Built:
-        """Return the fabric with further failures. If a bundle fails twice, the larger fraction is lost."""
+        """Return the fabric with additional failures. If a bundle of links fails twice, the larger fraction is lost."""
         one, other = self.failed, failed
         both = SimulatedFailures(
             one.nics | other.nics,

@@ -1,8 +1,9 @@
-"""Route traffic over circuits between nodes: shortest paths, with traffic split over all of them by width. Pure.
+"""Route traffic over circuits between nodes: shortest paths, with traffic split over all of them by width. The
+functions have no side effects.
 
 At each node, the next hops of all shortest paths share the traffic in proportion to their width. The width of a hop is
-the smaller of its own bandwidth and the onward bandwidth of its head. A two-hop path is therefore as wide as the
-narrower of its hops.
+the smaller of the hop's own bandwidth and the bandwidth of the paths from its head to the target. A two-hop path is
+therefore as wide as the narrower of its hops.
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ Device = Annotated[str, one_of(DEVICES)]  # an optical switch
 
 
 class DirectedLinks(NamedTuple):
-    """Directed links between nodes, sorted by their tail. `begin` [node + 1]."""
+    """Directed links between nodes, sorted by their tail. The links of node n are entries `begin[n]` to `begin[n +
+    1]`."""
 
     begin: Ints
     head: Ints  # [edge]
@@ -32,7 +34,7 @@ class DirectedLinks(NamedTuple):
 
     @classmethod
     def of(cls, width: Floats) -> "DirectedLinks":
-        """Build links from a matrix of widths [from, to]; 0 means no link."""
+        """Build links from a matrix of widths, indexed by [from, to]; 0 means no link."""
         tail, head = np.nonzero(width)
         begin = np.concatenate([[0], np.cumsum(np.bincount(tail, minlength=len(width)))])
         return cls(begin, head, width[tail, head])
@@ -49,8 +51,8 @@ class DirectedLinks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PairPaths:
-    """The paths of node pairs in compressed rows: edges, and the fraction of the traffic on each. `hops` is 0 for a
-    pair without a path."""
+    """The paths of node pairs in compressed rows: the edges, and the fraction of the pair's traffic on each edge.
+    `hops` is 0 for a pair without a path."""
 
     begin: Ints  # [pair + 1]
     edge: Ints
@@ -58,13 +60,14 @@ class PairPaths:
     hops: Ints  # [pair]
 
     def rows(self, pairs: Ints) -> tuple[Ints, Ints, Floats]:
-        """Return, for all entries of `pairs`: the index into `pairs`, the edge, and the share."""
+        """Return three arrays with one entry per pair of `pairs` and edge: the index into `pairs`, the edge, and the
+        share."""
         owner, entry = expand(self.begin, pairs)
         return owner, self.edge[entry], self.share[entry]
 
 
 def ways(edges: DirectedLinks, source: Ints, target: Ints) -> PairPaths:
-    """Return all shortest paths of each pair. `source` and `target` [pair] are nodes and differ."""
+    """Return all shortest paths of each node pair. `source` and `target` are the pair's nodes, which differ."""
     order = np.argsort(target, kind="stable")
     back = edges.reversed()
     counts, edge, share, hops = _ways(edges, back, source[order], target[order])
@@ -77,7 +80,8 @@ def ways(edges: DirectedLinks, source: Ints, target: Ints) -> PairPaths:
 
 
 def distances(edges: DirectedLinks) -> Ints:
-    """Return the number of hops between all nodes, [from, to]; NO_WAY if there is no path."""
+    """Return the number of hops between any two nodes, as an array indexed by [from, to]; NO_WAY if there is no
+    path."""
     nodes = len(edges.begin) - 1
     graph = coo_array((np.ones(len(edges.head)), (edges.tail, edges.head)), (nodes, nodes)).tocsr()
     hops = shortest_path(graph, unweighted=True)
@@ -86,7 +90,8 @@ def distances(edges: DirectedLinks) -> Ints:
 
 @numba.njit(cache=True)
 def _ways(links: DirectedLinks, back: DirectedLinks, source: Ints, target: Ints) -> tuple[Ints, Ints, Floats, Ints]:
-    """Return the paths of pairs that are sorted by target, so that distances to a target are computed once."""
+    """Return the paths of node pairs. The pairs must be sorted by target, so that distances to a target are computed
+    once."""
     nodes, pairs, found = len(links.begin) - 1, len(source), 0
     counts, hops = np.zeros(pairs, np.int64), np.zeros(pairs, np.int64)
     distance, onward, queue = np.empty(nodes, np.int64), np.zeros(nodes), np.empty(nodes, np.int64)
@@ -121,8 +126,9 @@ def _flood(
     edges: Ints,
     shares: Floats,
 ) -> int:
-    """Spread one unit of traffic over all shortest paths from `source`. Breadth first: a node forwards after all of its
-    traffic has arrived. `mass` is zero before and after. Return the number of edges written."""
+    """Spread one unit of traffic over all shortest paths from `source`. Nodes are visited breadth first: a node
+    forwards after all of its traffic has arrived. `mass` is zero before and after the call. Return the number of edges
+    written to `edges` and `shares`."""
     mass[source] = 1.0
     queue[0], first, end, found = source, 0, 1, 0
     while first < end:
@@ -183,7 +189,7 @@ class CircuitLinks:
         light_s: Floats,
         first_node: int,
     ) -> "CircuitLinks":
-        """Add circuits to `wiring`. Arrays are [from, to]. A bundle of circuits is one link."""
+        """Add circuits to `wiring`. Arrays are indexed by [from, to]. A bundle of circuits is one link."""
         edges = DirectedLinks.of(bytes_per_s)
         tail, head = edges.tail, edges.head
         first = wiring.lay_each(
@@ -199,8 +205,9 @@ class CircuitLinks:
         return cls.lay(wiring, width, np.full(joins.shape, LinkTier.DIRECT), light_s, servers.nics)
 
     def add(self, rows: LinkRows, legs: Ints, one: Ints, other: Ints, switch_s: float) -> Floats:
-        """Add the links from node `one` to node `other` of each leg; the two may be equal. Return the latency of
-        propagation, and of the switch at the end of each circuit. Raises ValueError if there is no path."""
+        """Add the links from node `one` to node `other` of each leg to `rows`; the two nodes may be equal. Return each
+        leg's latency, which includes propagation and `switch_s` for each circuit. Raises ValueError if there is no
+        path."""
         nodes = len(self.edges.begin) - 1
         apart = np.flatnonzero(one != other)
         codes, pair = np.unique(one[apart] * nodes + other[apart], return_inverse=True)

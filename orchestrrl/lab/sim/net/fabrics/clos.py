@@ -1,12 +1,12 @@
 """Build trees of packet switches: NICs below ToRs, ToRs below the switches of their PoD, PoDs below the core.
 
-Packets are sprayed over all upward paths, so that the switches of a PoD are one node, and the core switches another.
-One bundle per direction connects a ToR to its PoD, and a PoD to the core.
+Packets are sprayed over all upward paths, so that the switches of a PoD are modelled as one node, and the core switches
+as another node. One bundle per direction connects a ToR to its PoD, and a PoD to the core.
 
 `fat_tree`: non-blocking, three tiers of equal switches (Al-Fares et al., SIGCOMM 2008), as the ToR-Agg-Core network of
-the OrchestrRL paper's table 1. All NICs of a server are on one ToR, which has half of its ports downwards. A PoD has 32
-servers, as a scalable unit of NVIDIA's DGX SuperPOD; the number affects latency only. `servers_per_tor` limits the
-servers below a ToR; None: as many as its ports allow.
+the OrchestrRL paper's table 1. All NICs of a server are on one ToR. Half of a ToR's ports lead down to NICs. A PoD has
+32 servers, as a scalable unit of NVIDIA's DGX SuperPOD; the number affects latency only. `servers_per_tor` limits the
+number of servers below a ToR; if None, only the ToR's ports limit it.
 
 `oversubscribed`: a ToR has `ratio` times as many ports downwards as upwards; the tiers above it are non-blocking. 3:1
 is FT-OS in section 7.2 of the OrchestrRL paper. The paper does not state the oversubscribed tier; the ToRs' uplinks are
@@ -50,7 +50,7 @@ class ClosCabling:
 
     @cached_property
     def nics(self) -> Ints:
-        """The number of NICs below each ToR, [tor]."""
+        """The number of NICs below each ToR, as an array indexed by ToR."""
         return np.bincount(self.tor_of[self.tor_of >= 0], minlength=len(self.pod_of))
 
     @property
@@ -59,19 +59,21 @@ class ClosCabling:
 
     @cached_property
     def tor_uplinks(self) -> Ints:
-        """The number of uplinks of each ToR at a NIC's rate, [tor]; 0 for a single ToR."""
+        """The number of uplinks of each ToR, as an array indexed by ToR; 0 if there is only one ToR. An uplink has the
+        rate of a NIC."""
         wanted = np.ceil(self.nics / self.tor_ratio - 1e-9).astype(np.int64)
         return wanted if len(self.pod_of) > 1 else np.zeros_like(wanted)
 
     @cached_property
     def pod_uplinks(self) -> Ints:
-        """The number of uplinks of each PoD, equal to the sum over its ToRs, [pod]; 0 for a single PoD."""
+        """The number of uplinks of each PoD, as an array indexed by PoD; 0 if there is only one PoD. It equals the
+        number of uplinks of the PoD's ToRs."""
         wanted = np.bincount(self.pod_of, self.tor_uplinks, minlength=self.pods).astype(np.int64)
         return wanted if self.pods > 1 else np.zeros_like(wanted)
 
     def inventory(self) -> Inventory:
         """Return the tree's components without the NICs. Each link is a fibre with a transceiver at both ends. A NIC's
-        link uses one switch port, any other link two."""
+        link uses one switch port; any other link uses two."""
         access, uplinks = int(self.nics.sum()), int(self.tor_uplinks.sum() + self.pod_uplinks.sum())
         return Inventory(
             transceivers=2 * (access + uplinks), electrical_ports=access + 2 * uplinks, fibers=access + uplinks
@@ -81,8 +83,8 @@ class ClosCabling:
 def lay_tree(
     tree: ClosCabling, servers: Servers, failed: SimulatedFailures, wiring: Wiring, first_node: int
 ) -> Between:
-    """Add the bundles of a tree to `wiring`, and return the function that routes legs between ToRs. Nodes are numbered
-    from `first_node`: ToRs, then PoDs, then the core."""
+    """Add the bundles of links of a tree to `wiring`, and return the function that routes legs between ToRs. Nodes are
+    numbered from `first_node`: ToRs, then PoDs, then the core."""
     tors, pods = first_node + np.arange(len(tree.pod_of)), first_node + len(tree.pod_of) + np.arange(tree.pods)
     core = first_node + len(tors) + len(pods)
     of_tor = tree.tor_uplinks * servers.nic_bytes_per_s * left(failed.tor_uplinks, len(tors))
@@ -93,7 +95,8 @@ def lay_tree(
     pod_down = wiring.lay(LinkTier.CORE, of_pod, core, pods)
 
     def between(rows: LinkRows, legs: Legs, some: Ints) -> Floats:
-        """Add the links between ToRs to `rows`. Return the latency of switches and of all links except the NICs'."""
+        """Add the links between ToRs to `rows`. Return each leg's latency in seconds, without that of the NICs'
+        links."""
         one, other = tree.tor_of[legs.src_nic[some]], tree.tor_of[legs.dst_nic[some]]
         here, there = tree.pod_of[one], tree.pod_of[other]
         apart, far = one != other, here != there
@@ -152,7 +155,8 @@ def fat_tree(
 def blocked_tree(
     servers: Servers, radix: int, servers_per_pod: int, servers_per_tor: int | None, ratio: float = 1.0
 ) -> ClosCabling:
-    """Return a tree with blocks of servers below ToRs of the given port ratio, down to up. Raises ImpossibleSite."""
+    """Return a tree with blocks of servers below ToRs; `ratio` is a ToR's number of ports down over its number of ports
+    up. Raises ImpossibleSite if the switches have too few ports for the servers."""
     down = int(radix * ratio / (1 + ratio) + 1e-9)
     refuse(*_too_many(servers, radix, down, servers_per_tor))
     return _cabled(servers, servers_per_tor or down // servers.nics_per_server, servers_per_pod, 1, ratio)

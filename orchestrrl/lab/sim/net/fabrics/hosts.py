@@ -1,7 +1,8 @@
-"""Build the links of a network, routes over them, and the server side that all fabrics share. Pure.
+"""Build the links and routes of a network, and the part inside servers that all fabrics share. The functions have no
+side effects.
 
-NVLink is a switch inside a server, with full bandwidth for each GPU in both directions. Its latency is unpublished, but
-below a NIC's; the propagation of one link is used for it.
+NVLink is a switch inside a server, with full bandwidth for each GPU in both directions. NVLink's latency is
+unpublished, but lower than a NIC's. The propagation time of one link is used instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +36,8 @@ class Wiring:
         return first
 
     def network(self, servers: Servers, router: FlowRouter, name: str) -> LinkNetwork:
-        """Return the network. Its router raises ValueError for a route of `router` over a link without capacity."""
+        """Return the network, with routes from `router`. The network's router raises ValueError for a route over a link
+        without capacity."""
         capacity = np.concatenate(self._capacity)
 
         def passable(src: Ints, dst: Ints) -> FlowRoutes:
@@ -62,7 +64,8 @@ class LinkRows:
         self._parts.append((leg, link, self.share[leg] if share is None else self.share[leg] * share))
 
     def routes(self, latency_s: Floats) -> FlowRoutes:
-        """Return the routes. `latency_s` [leg]; the latency of a flow is that of its slowest leg."""
+        """Return the routes. `latency_s` is the latency of each leg; the latency of a flow is that of its slowest
+        leg."""
         legs = len(self.flow)
         leg, link, share = (np.concatenate(each) for each in zip(*self._parts, strict=True))
         order = np.argsort(leg, kind="stable")
@@ -76,7 +79,7 @@ class LinkRows:
 
 
 def _merged(begin: Ints, link: Ints, share: Floats, latency_s: Floats) -> FlowRoutes:
-    """Return routes in which each link occurs once per row, with its shares added up."""
+    """Return the routes with each link at most once per row; the shares of repeated links are added up."""
     flow = np.repeat(np.arange(len(begin) - 1), np.diff(begin))
     width = int(link.max(initial=0)) + 1
     codes, place = np.unique(flow * width + link, return_inverse=True)
@@ -90,7 +93,8 @@ def _merged(begin: Ints, link: Ints, share: Floats, latency_s: Floats) -> FlowRo
 
 
 def expand(begin: Ints, rows: Ints) -> tuple[Ints, Ints]:
-    """Return the entries of `rows` of a table (`begin` as in FlowRoutes): the index into `rows`, and the entry."""
+    """Return two arrays with one item per table entry of `rows` (`begin` as in FlowRoutes): the index into `rows`, and
+    the entry's index."""
     counts = (begin[1:] - begin[:-1])[rows]
     owner = np.repeat(np.arange(len(rows)), counts)
     within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -99,8 +103,8 @@ def expand(begin: Ints, rows: Ints) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True, eq=False)
 class Legs:
-    """Parts of flows between one source NIC and one destination NIC. Legs of a flow are adjacent. A leg that stays in a
-    server has no NICs (NO_NIC)."""
+    """Parts of flows between one source NIC and one destination NIC. Legs of a flow are adjacent in the arrays. A leg
+    that stays inside a server has no NICs (NO_NIC)."""
 
     flow: Ints  # [leg], ascending
     share: Floats  # [leg], of the flow's bytes
@@ -113,7 +117,8 @@ class Legs:
         return len(self.flow)
 
     def spread(self, counts: Ints) -> tuple["Legs", Ints]:
-        """Split each leg into `counts` equal legs. Return the legs, and the index of the original of each."""
+        """Split each leg into `counts` equal legs. Return the new legs, and the index of the original leg of each new
+        leg."""
         was = np.repeat(np.arange(len(self)), counts)
         found = Legs(*(getattr(self, each.name)[was] for each in fields(self)))
         return replace(found, share=found.share / counts[was]), was
@@ -126,9 +131,9 @@ Between = Callable[[LinkRows, Legs, Ints], Floats]
 
 @dataclass(frozen=True, eq=False)
 class HostNetwork:
-    """The part of a network inside servers: NVLink and NICs. `rails`: a message for a GPU on another rail first goes
-    over NVLink to the GPU of that rail in its own server (NCCL's PXN). `place` is the NIC of the server that each GPU
-    of a server uses; None: the nearest."""
+    """The part of a network inside servers: NVLink and NICs. With `rails`, a message for a GPU on another rail first
+    goes over NVLink to the GPU of that rail in the sender's server (NCCL's PXN). `place` is the index in the server of
+    the NIC that each GPU of a server uses; None means the nearest NIC."""
 
     servers: Servers
     failed: SimulatedFailures
@@ -137,7 +142,8 @@ class HostNetwork:
 
     @property
     def nodes(self) -> int:
-        """The number of NICs and NVLink switches, which are the first nodes. Other nodes are numbered from here."""
+        """The number of NICs and NVLink switches, which are the first nodes. Other nodes are numbered from this number
+        on."""
         return self.servers.nics + self.servers.count
 
     @cached_property
@@ -151,7 +157,7 @@ class HostNetwork:
     @cached_property
     def _stand_ins(self) -> tuple[Ints, Ints]:
         """The NICs that carry each NIC's traffic, in compressed rows: the NIC itself, or, if it failed, all working
-        NICs of its server. The last row is for NO_NIC."""
+        NICs of its server. The last row is that of NO_NIC."""
         own = self.servers.nics_per_server
         usable = sorted(set(self.place)) if self.place else list(range(own))
         rows: list[list[int]] = []
@@ -163,7 +169,8 @@ class HostNetwork:
         return begin, np.array([nic for row in rows for nic in row], np.int64)
 
     def lay(self, wiring: Wiring, ports: Ints) -> int:
-        """Add NVLink, and each NIC's links to and from the node `ports[nic]`. Return the number of NIC 0's link up."""
+        """Add NVLink, and each NIC's links to and from the node `ports[nic]`. Return the number of the link from NIC 0
+        up to its port."""
         nics = np.arange(self.servers.nics)
         self.lay_nvlink(wiring)
         capacity = np.where(self.nic_works, self.servers.nic_bytes_per_s, 0.0)
@@ -172,7 +179,8 @@ class HostNetwork:
         return first
 
     def lay_nvlink(self, wiring: Wiring) -> None:
-        """Add the NVLink links, numbered 0 to 2 * gpus - 1: first out of each GPU, then into each GPU."""
+        """Add the NVLink links, numbered 0 to 2 * gpus - 1: first the links out of each GPU, then the links into each
+        GPU."""
         servers, gpus = self.servers, np.arange(self.servers.gpus)
         switch = servers.nics + gpus // servers.gpus_per_server
         wiring.lay(LinkTier.NVLINK, servers.nvlink_bytes_per_s, servers.nic_of(gpus), switch)
@@ -182,7 +190,7 @@ class HostNetwork:
         return gpus // self.servers.gpus_per_server
 
     def check(self, src: Ints, dst: Ints) -> None:
-        """Raise ValueError if a flow has an unknown GPU, or the same GPU as source and destination."""
+        """Raise ValueError if a flow's GPU does not exist, or if its source and destination are the same GPU."""
         if np.any(src == dst):
             raise ValueError(f"source and destination of a flow must differ, got GPU {src[src == dst][0]} for both")
         for gpus in (src, dst):
@@ -190,7 +198,8 @@ class HostNetwork:
                 raise ValueError(f"GPUs must be in 0..{self.servers.gpus - 1}, got {gpus.min()}..{gpus.max()}")
 
     def legs(self, src: Ints, dst: Ints, direct: Bools | None = None) -> Legs:
-        """Return the legs of flows. Flows in `direct` [flow] use circuits between servers; their legs have no NICs."""
+        """Return the legs of flows. Flows for which `direct` is true use circuits between servers; their legs have no
+        NICs."""
         self.check(src, dst)
         servers, flow = self.servers, np.arange(len(src))
         inside = self.server_of(src) == self.server_of(dst)
@@ -228,8 +237,8 @@ class HostNetwork:
         return legs.spread(counts)[0], stand_ins[expand(begin, nics)[1]]
 
     def routes(self, legs: Legs, first_up: int, between: Between, direct: Between | None = None) -> FlowRoutes:
-        """Return the routes of legs. `between` adds the path from a NIC's link up to a NIC's link down, and returns its
-        latency without those two links. `direct` adds the path between servers of legs without NICs."""
+        """Return the routes of legs. `between` adds the path from a NIC's link up to a NIC's link down, and returns the
+        latency of the path without those two links. `direct` adds the path between servers for legs without NICs."""
         rows = LinkRows(legs.flow, legs.share)
         inside, outside = np.flatnonzero(legs.src_nic == NO_NIC), np.flatnonzero(legs.src_nic != NO_NIC)
         latency_s = np.zeros(len(legs))
@@ -244,14 +253,14 @@ class HostNetwork:
         return rows.routes(latency_s)
 
     def _beside(self, nics: Ints) -> Ints:
-        """Return the first GPU at each NIC."""
+        """Return the first GPU at each NIC, as an array indexed by NIC."""
         server, place = np.divmod(nics, self.servers.nics_per_server)
         per_nic = self.servers.gpus_per_server // self.servers.nics_per_server
         return np.asarray(server * self.servers.gpus_per_server + place * per_nic)
 
     def _relayed(self, rows: LinkRows, legs: Ints, gpus: Ints, nics: Ints, out: bool) -> Floats:
         """Add NVLink hops between a GPU and the first GPU at the NIC that it uses, for legs that use another GPU's NIC.
-        Return their latency."""
+        Return the latency of the added hops."""
         legs = legs[self.servers.nic_of(gpus[legs]) != nics[legs]]
         one, other = (gpus, self._beside(nics)) if out else (self._beside(nics), gpus)
         rows.add(legs, one[legs])
@@ -262,7 +271,8 @@ class HostNetwork:
 
 
 def left(lost: Shares, count: int) -> Floats:
-    """Return the working fraction of each bundle of links, [bundle]."""
+    """Return the working fraction of each bundle of links, as an array indexed by bundle. Raises ValueError if a bundle
+    does not exist or a lost fraction is not in 0..1."""
     found = np.ones(count)
     for bundle, share in lost.items():
         if not (0 <= bundle < count and 0 <= share <= 1):
@@ -274,7 +284,8 @@ def left(lost: Shares, count: int) -> Floats:
 
 
 def sums_between(one: Ints, other: Ints, size: Floats, count: int) -> Floats:
-    """Return the summed sizes of flows from `one` to `other`, as a matrix [from, to] with a zero diagonal."""
+    """Return the summed sizes of flows from `one` to `other`, as a matrix indexed by [from, to] with a zero
+    diagonal."""
     sums = np.bincount(one * count + other, size, minlength=count**2).astype(np.float64).reshape(count, count)
     np.fill_diagonal(sums, 0.0)
     return sums

@@ -1,16 +1,16 @@
 """Model MixNet (Liao et al., SIGCOMM 2025). Most NICs of each server connect to the optical switch of a region of
 servers, which is reconfigured for each period. The other NICs are on a non-blocking fat tree of packet switches.
 
-Circuits follow the demand inside a region: each next circuit goes to the pair of servers that would take longest.
-Traffic between two servers with a circuit uses it, over NVLink from any GPU; all other traffic uses the tree. As for
-RFabric, only the optical switch's own delay counts, not the seconds that MixNet's authors measured until NICs came up
-again.
+Circuits follow the demand inside a region: each next circuit goes to the pair of servers whose traffic would take
+longest. Traffic between two servers with a circuit uses it, over NVLink from any GPU; all other traffic uses the tree.
+As for RFabric, only the optical switch's own delay counts, not the seconds that MixNet's authors measured until NICs
+came up again.
 
 The OrchestrRL paper does not state the size of a region. MixNet's authors choose one that contains one group of
 experts: in their simulator (mixnet-htsim, datacenter/mixnet.cpp) EP degree times TP degree GPUs, per job. A job of
-several stages, some of them dense, has no such size. Regions here are as large as the PoDs of the trees. Such a region
-contains all groups of the paper's appendix C (16 GPUs) and of engines (40), and takes a third of the ports of the
-optical switch in section 7.2. Larger regions would keep more of the gradients' traffic on circuits.
+several stages, some of them dense, has no such size. Regions in this model are as large as the PoDs of the trees. Such
+a region contains all groups of the paper's appendix C (16 GPUs) and of engines (40), and takes a third of the ports of
+the optical switch in section 7.2. Larger regions would keep more of the gradients' traffic on circuits.
 """
 
 from dataclasses import dataclass, field, replace
@@ -42,7 +42,8 @@ def mixnet(
     servers_per_pod: Count = SERVERS_PER_POD,
     servers_per_tor: Count | None = None,
 ) -> "MixNet":
-    """Build a MixNet with `eps_nics` NICs of each server on the tree and the others at the OCS of its region."""
+    """Build a MixNet with `eps_nics` NICs of each server on the tree, and the server's other NICs at the OCS of its
+    region."""
     if eps_nics >= servers.nics_per_server:
         refuse(ShapeFault("eps_nics", f"must be < {servers.nics_per_server}, the NICs of a server", eps_nics))
     optical = servers.nics_per_server - eps_nics
@@ -82,8 +83,8 @@ class MixNet(SimulatedFabric):
         )
 
     def circuits(self, period: Period | None) -> Ints:
-        """Return the number of circuits between any two servers, [server, server]. Outside any period (None), circuits
-        are even between all servers of a region."""
+        """Return the number of circuits between any two servers, as an array indexed by [server, server]. Outside any
+        period (None), circuits are spread evenly over all pairs of servers of a region."""
         return np.frombuffer(self.circuits_of(period), np.int64).reshape(self.servers.count, -1)
 
     def _circuits_for(self, period: Period | None) -> bytes:
@@ -110,7 +111,8 @@ class MixNet(SimulatedFabric):
 
     @cached_property
     def _hosts(self) -> HostNetwork:
-        """The server side of the network. GPUs of a server share its NICs on the tree evenly, in order."""
+        """The part of the network inside servers. GPUs of a server share its NICs on the tree evenly, in the order of
+        GPUs."""
         gpus, tree_nics = self.servers.gpus_per_server, self.servers.nics_per_server - self.optical
         place = tuple(self.optical + gpu * tree_nics // gpus for gpu in range(gpus))
         return HostNetwork(self.servers, self.failed, place=place)

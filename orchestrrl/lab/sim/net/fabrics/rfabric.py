@@ -1,11 +1,11 @@
-"""Model RFabric (section 5 of the OrchestrRL paper): rail-aligned ToRs that switch packets, optical switches above
-them.
+"""Model RFabric (section 5 of the OrchestrRL paper): rail-aligned ToRs that switch packets, with optical switches above
+the ToRs.
 
 Circuits are those that the fabric's own planner materialises for a period's demand (planner/fabric/materialize.py),
-with ports, lanes and the slice for responses as on a real site. Packets use the circuits between their two ToRs. If
-there are none, they cross the fewest other ToRs, or change rails (`Rails`). A period's circuits are planned starting
-from the circuits at rest, which connect all ToRs of a rail evenly. In PoDs with fewer than three servers, ToRs have too
-few fibres to connect all ToRs to each other.
+with ports, lanes and the slice for responses as on a real site. Packets use the circuits between their two ToRs. If no
+circuit connects these ToRs, packets cross the fewest other ToRs, or change rails (`Rails`). A period's circuits are
+planned starting from the circuits at rest, which connect all ToRs of a rail evenly. In PoDs with fewer than three
+servers, ToRs have too few fibres to connect all ToRs to each other.
 """
 
 from dataclasses import dataclass, field
@@ -40,15 +40,16 @@ class Rails:
     hops: Ints  # [tor, tor], circuits
 
     def lead(self, legs: Legs) -> Legs:
-        """Move legs whose path has over two circuits to the rails with the fewest circuits. Legs that no single rail
-        connects may leave on one rail and arrive on another."""
+        """Move legs whose path has more than two circuits to the rails whose paths have the fewest circuits. Legs that
+        no single rail connects may leave on one rail and arrive on another."""
         rails = np.arange(self.rails)
         legs = self._moved(legs, LONGEST, rails, rails)
         return self._moved(legs, NO_WAY - 1, np.repeat(rails, len(rails)), np.tile(rails, len(rails)))
 
     def _moved(self, legs: Legs, most: int, out: Ints, into: Ints) -> Legs:
-        """Spread legs of over `most` circuits over all choices with the fewest circuits. `out` and `into` [choice] are
-        the rails at the source and the destination, which NVLink reaches."""
+        """Spread legs whose path has more than `most` circuits over all choices of rails with the fewest circuits.
+        `out` and `into`, indexed by choice, are the rails at the source and the destination, which are reached over
+        NVLink."""
         tor_of, hops = self.tor_of, self.hops
         own = np.where(legs.src_nic == NO_NIC, 0, hops[tor_of[legs.src_nic], tor_of[legs.dst_nic]])
         far = np.flatnonzero(own > most)
@@ -79,11 +80,13 @@ def rfabric(
     device: Device = "piezo_polatis",
     allocation: Allocation = "traffic",
 ) -> "RFabric":
-    """Build an RFabric. The first `train_servers` are in Train PoDs, spread evenly over the fewest that have room. The
-    others are in Gen PoDs, which are full except for the last. Each stage changes the PoDs that its template names.
-    None: PoDs have no roles, and a period changes those in which it has traffic. A full ToR has as many uplinks as
-    NICs, and a PoD half as many lanes to the core. `allocation`: `traffic` allocates circuits by the traffic of each
-    period, `uniform` evenly over the pairs that have traffic, `fixed` as at rest."""
+    """Build an RFabric. The first `train_servers` servers are in Train PoDs, spread evenly over the fewest PoDs that
+    have room. The other servers are in Gen PoDs, which are full except for the last PoD. Each stage changes the PoDs
+    that its template names.
+    If `train_servers` is None, PoDs have no roles, and a period changes the PoDs in which it has traffic. A full ToR
+    has as many uplinks as NICs, and a PoD half as many lanes to the core. `allocation` is `traffic` to allocate
+    circuits by the traffic of each period, `uniform` to spread them evenly over the ToR pairs that have traffic, or
+    `fixed` to keep the circuits at rest."""
     train = servers.count if train_servers is None else train_servers
     if train > servers.count:
         refuse(ShapeFault("train_servers", f"must be <= {servers.count}, the number of servers", train))
@@ -148,7 +151,8 @@ class RFabric(SimulatedFabric):
         return self.circuits.of_period(period.id, Stage(period.stage), demand)
 
     def tor_demand(self, flows: GpuFlows) -> Floats:
-        """Return the bytes from one ToR to another, [tor, tor]. Servers without a working NIC contribute none."""
+        """Return the number of bytes from one ToR to another, indexed by [tor, tor]. Servers without a working NIC send
+        no bytes."""
         here, there = self._hosts.server_of(flows.src), self._hosts.server_of(flows.dst)
         reached: Bools = self._hosts.nic_works.reshape(self.servers.count, -1).sum(axis=1) > 0
         outside = (here != there) & reached[here] & reached[there]
@@ -167,7 +171,7 @@ class RFabric(SimulatedFabric):
 
     @cached_property
     def _tor_of(self) -> Ints:
-        """The ToR of each NIC, [nic]."""
+        """The ToR of each NIC, as an array indexed by NIC."""
         number = {tor.id: place for place, tor in enumerate(self.site.tors)}
         rows = [[number[tor] for tor in self.site.servers[place].tors] for place in self.place.tolist()]
         return np.array(rows, np.int64).ravel()

@@ -1,13 +1,14 @@
-"""Choose an RFabric's site and its circuits for a period, from bytes between ToRs to cross-connects. Pure.
+"""Choose the site of an RFabric, and its circuits for a period from the bytes between ToRs. The functions have no side
+effects.
 
-Sites are regular: all PoDs are built alike, for as many servers as the largest has. In a smaller PoD, a ToR has a
+Sites are regular: all PoDs are built alike, for as many servers as the largest PoD has. In a smaller PoD, a ToR has a
 fraction of its fibres equal to its fraction of occupied server slots; the PoD's lanes to the core scale likewise. Both
-are rounded up. A ToR that is alone on its rail has no fibres.
+numbers are rounded up. A ToR that is alone on its rail has no fibres.
 
 Circuits come from the fabric's own planner (planner/fabric/materialize.py), with the stages' own templates. Every
 period keeps all servers connected, over any number of hops (section 5.4 of the OrchestrRL paper). If circuits for the
-demand leave servers disconnected, single circuits bridge them while ports are free. Otherwise at least the servers that
-send keep a path to their destinations, if any plan has one.
+demand leave servers disconnected, single circuits bridge them while ports are free. If not all servers can be
+connected, at least the sending servers keep a path to their destinations, if any plan provides one.
 """
 
 from collections import Counter
@@ -34,8 +35,8 @@ from planner.model import GpuId, Hold
 
 
 def evenly(count: int, per_pod: int) -> Ints:
-    """Return the slot of each server, [server], with `count` servers spread evenly over the fewest PoDs that have room.
-    Pipeline stages, which divide servers evenly, then match the PoDs."""
+    """Return the slot of each server, as an array indexed by server. The `count` servers are spread evenly over the
+    fewest PoDs that have room, so that pipeline stages, which divide servers evenly, match the PoDs."""
     pods = -(-count // per_pod)
     pod = np.arange(count) * pods // max(1, count)
     first = np.searchsorted(pod, pod)
@@ -61,7 +62,7 @@ def fitted(site: Site, place: Ints) -> Site:
 
 
 def _wanted(site: Site, here: Sequence[Server]) -> Mapping[EndpointId, int]:
-    """Return the number of fibres of each ToR and uplink inside its PoD."""
+    """Return the number of fibres that each ToR and each uplink gets inside its PoD."""
     if len(site.tors) == len({tor.rail for tor in site.tors}):
         return Counter()
     fibres = {endpoint: len(ends) for endpoint, ends in site.fibres[SiteTier.AGG].items()}
@@ -77,8 +78,8 @@ def _by_tor(servers: Iterable[Server]) -> Counter[EndpointId]:
 
 
 def _trimmed(site: Site, group: Sequence[Switch], wanted: Mapping[EndpointId, int]) -> list[Switch]:
-    """Return the switches of a PoD or of the core with the wanted ports spread evenly; the first ones take the
-    remainder, as in a regular site."""
+    """Return the switches of a PoD or of the core with the wanted ports spread evenly over the switches. The first
+    switches take the remainder, as in a regular site."""
     found = []
     for number, switch in enumerate(group):
         ports = {}
@@ -104,7 +105,7 @@ _ANY_TWO = frozenset((one, other) for one in PodRole for other in PodRole)
 @dataclass(frozen=True, eq=False)
 class RFabricCircuits:
     """Plans the circuits of each period. With `roles`, PoDs are Train or Gen PoDs, and a stage changes only its own
-    PoDs; without, a period may change all PoDs."""
+    PoDs. Without `roles`, a period may change all PoDs."""
 
     site: Site
     roles: bool
@@ -121,7 +122,7 @@ class RFabricCircuits:
         return frozenset() if isinstance(plan, Hold) else plan.cross_connects
 
     def of_period(self, period: str, stage: Stage, demand: Floats) -> frozenset[PortPair]:
-        """Return the circuits of a period. `demand` [tor, tor], bytes."""
+        """Return the circuits of a period. `demand` is the number of bytes between ToRs, indexed by [tor, tor]."""
         template = TEMPLATES[stage] if self.roles else _anywhere(stage)
         eligible = self._eligible(template)
         demand = np.where(eligible, demand, 0.0)
@@ -140,8 +141,8 @@ class RFabricCircuits:
         return max([self.at_rest, *found], key=lambda each: self._rank(each, demand > 0))
 
     def between_tors(self, cross_connects: frozenset[PortPair]) -> Ints:
-        """Return the number of circuits between any two ToRs, [tor, tor]. Circuits inside a PoD use its own switches,
-        others use lanes and the core."""
+        """Return the number of circuits between any two ToRs, as an array indexed by [tor, tor]. Circuits inside a PoD
+        use the PoD's switches; circuits between PoDs use lanes and the core."""
         site, joins, owner = self.site, partners(cross_connects), self.site.owner
         lane_at = site.lane_at
         number = {tor.id: place for place, tor in enumerate(site.tors)}
@@ -173,13 +174,13 @@ class RFabricCircuits:
 
     @cached_property
     def pod_of(self) -> Ints:
-        """The index of each ToR's PoD, [tor]."""
+        """The index of each ToR's PoD, as an array indexed by ToR."""
         number = {pod.id: place for place, pod in enumerate(self.site.pods)}
         return np.array([number[tor.pod] for tor in self.site.tors], np.int64)
 
     @cached_property
     def _representatives(self) -> list[GpuId]:
-        """One representative GPU below each ToR, [tor]."""
+        """One representative GPU below each ToR, as an array indexed by ToR."""
         found: dict[EndpointId, GpuId] = {}
         for server in self.site.servers:
             for gpu in server.gpus:
@@ -187,7 +188,7 @@ class RFabricCircuits:
         return [found[tor.id] for tor in self.site.tors]
 
     def _eligible(self, template: StageTemplate) -> Bools:
-        """Return whether the stage may connect two ToRs, [tor, tor]."""
+        """Return whether the stage may connect two ToRs, as an array indexed by [tor, tor]."""
         pods = self.site.pods
         joins = np.array(
             [[one is other or (one.role, other.role) in template.core_roles for other in pods] for one in pods]
@@ -199,7 +200,7 @@ class RFabricCircuits:
     def _bridges(
         self, found: frozenset[PortPair], eligible: Bools, demanded: Bools, bridges: frozenset[tuple[int, int]]
     ) -> frozenset[tuple[int, int]]:
-        """Return further ToR pairs that connect all server blocks to the ToR that most blocks reach."""
+        """Return the additional ToR pairs that connect all server blocks to the ToR that most blocks reach."""
         laid = np.zeros(demanded.shape, np.bool_)
         for one, other in bridges:
             laid[one, other] = laid[other, one] = True
@@ -212,7 +213,8 @@ class RFabricCircuits:
 
     def _joining(self, reach: Bools, eligible: Bools, free: Ints) -> frozenset[tuple[int, int]]:
         """Return a small set of bridges, preferably inside one PoD and rail, and between ToRs with the most free ports.
-        `reach` [tor, tor]; `free` [tor], ports that no other bridge uses."""
+        `reach` [tor, tor] is whether a path connects two ToRs; `free` [tor] is the number of ports that no other bridge
+        uses."""
         touches: Bools = np.asarray(reach[:, self.blocks].any(axis=2))  # [tor, block]
         hub = int(np.argmax(touches.sum(axis=1)))
         inside: Bools = reach[hub].copy()
@@ -234,30 +236,31 @@ class RFabricCircuits:
 
     @cached_property
     def _rail(self) -> Ints:
-        """The rail of each ToR, [tor]; -1 for a ToR without a rail."""
+        """The rail of each ToR, as an array indexed by ToR; -1 for a ToR without a rail."""
         return np.array([-1 if tor.rail is None else tor.rail for tor in self.site.tors])
 
     @cached_property
     def _ports(self) -> Ints:
-        """The number of working fibres of each ToR, [tor]."""
+        """The number of working fibres of each ToR, as an array indexed by ToR."""
         failed, fibres = self.failed_ports.ports, self.site.fibres[SiteTier.AGG]
         return np.array([sum(end not in failed for end in fibres[tor.id]) for tor in self.site.tors], np.int64)
 
     @cached_property
     def _apart(self) -> Bools:
-        """True for two ToRs in different PoDs, [tor, tor]."""
+        """True for two ToRs in different PoDs, as an array indexed by [tor, tor]."""
         return np.asarray(self.pod_of[:, None] != self.pod_of, np.bool_)
 
     def _hops(self, cross_connects: frozenset[PortPair]) -> Ints:
         return distances(DirectedLinks.of(self.between_tors(cross_connects).astype(np.float64)))
 
     def _connected(self, hops: Ints) -> Bools:
-        """Return whether a path connects two blocks of servers on any rail, [block, block]."""
+        """Return whether a path connects two blocks of servers on any rail, as an array indexed by [block, block]."""
         blocks = self.blocks
         return np.array([[(hops[np.ix_(one, other)] < NO_WAY).any() for other in blocks] for one in blocks], np.bool_)
 
     def _rank(self, cross_connects: frozenset[PortPair], demanded: Bools) -> tuple[bool, bool]:
-        """Return whether every block reaches every other, and whether every block pair with demand is connected."""
+        """Return two values: whether every block of servers reaches every other block, and whether every pair of blocks
+        with demand is connected."""
         is_connected = self._connected(self._hops(cross_connects))
         of_block = np.array([[tor in block for block in self.blocks] for tor in range(len(demanded))], np.int64)
         return bool(is_connected.all()), bool((is_connected | (of_block.T @ demanded @ of_block == 0)).all())

@@ -1,13 +1,13 @@
 """Model TopoOpt (Wang et al., NSDI 2023): NICs connected directly over patch panels, once per job; hosts forward.
 
-The two fibres of a NIC are patched separately: it may send to one server and receive from another. NIC k of all servers
-therefore forms a permutation of the servers. The first `ring_nics` NICs form rings whose strides reach every server in
-few hops, as TopoOpt's AllReduce permutations. Each further NIC is assigned to serve the most remaining demand, and
-served demand counts half for the NICs after it, as in TopoOpt's matchings. TopoOpt divides NICs by the fraction of
-AllReduce traffic, and runs AllReduce in the order of its rings. Bytes between GPUs do not identify AllReduce here, and
-follow NCCL's order; NICs are divided as serves the demand best. Traffic uses all paths with the fewest hops (TopoOpt
-routes MP traffic over k shortest paths) and loads each link of a path. The only modelled cost of forwarding on a host
-is `FORWARD_S`.
+The two fibres of a NIC are patched separately: a NIC may send to one server and receive from another. NIC k of all
+servers therefore forms a permutation of the servers. The first `ring_nics` NICs form rings whose strides reach every
+server in few hops, as TopoOpt's AllReduce permutations do. Each further NIC is assigned to serve the most remaining
+demand, and served demand counts half for the NICs after it, as in TopoOpt's matchings. TopoOpt divides NICs by the
+fraction of AllReduce traffic, and runs AllReduce in the order of its rings. In this model, bytes between GPUs are not
+identified as AllReduce and follow NCCL's order; NICs are divided so that the demand is served best. Traffic uses all
+paths with the fewest hops (TopoOpt routes MP traffic over k shortest paths) and loads each link of a path. The only
+modelled cost of forwarding on a host is `FORWARD_S`.
 """
 
 from dataclasses import dataclass, field
@@ -31,8 +31,8 @@ FORWARD_S = 0.8e-6  # latency of a host that forwards, equal to a switch's
 def topoopt(
     servers: Servers, *, demand: InstanceOf[GpuFlows] | None = None, ring_nics: Count | None = None
 ) -> "TopoOpt":
-    """Build a TopoOpt fabric for the `demand` of the whole job; None: rings only. `ring_nics` None: the number that
-    minimises the load of the busiest link, but at least two, so that a NIC may fail."""
+    """Build a TopoOpt fabric for the `demand` of the whole job; without a demand, it has rings only. If `ring_nics` is
+    None, it is the number that minimises the load of the busiest link, but at least two, so that a NIC may fail."""
     nics = servers.nics_per_server
     if ring_nics is not None and ring_nics > nics:
         refuse(ShapeFault("ring_nics", f"must be <= {nics}, the NICs of a server", ring_nics))
@@ -45,13 +45,13 @@ def topoopt(
 
 
 def server_demand(servers: Servers, flows: GpuFlows) -> Floats:
-    """Return the bytes from one server to another, [server, server]."""
+    """Return the number of bytes from one server to another, indexed by [server, server]."""
     one, other = flows.src // servers.gpus_per_server, flows.dst // servers.gpus_per_server
     return sums_between(one, other, flows.bytes, servers.count)
 
 
 def _permutations(demand: Floats, nics: int, rings: int) -> Ints:
-    """Return the server to which each NIC sends, [nic of a server, server]."""
+    """Return the server to which each NIC sends, as an array indexed by [NIC of a server, server]."""
     count = len(demand)
     if not demand.any():
         rings = nics
@@ -77,14 +77,15 @@ def _strides(count: int, rings: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class TopoOpt(SimulatedFabric):
-    """A TopoOpt fabric, patched before the job begins. Failures of ToR or PoD uplinks have no effect: it has none."""
+    """A TopoOpt fabric, patched before the job begins. Failures of ToR or PoD uplinks have no effect, because the
+    fabric has no such uplinks."""
 
     sends_to: Ints  # [nic of a server, server]
     name: str = field(default="topoopt", kw_only=True)
 
     @property
     def pods(self) -> Pods:
-        """One PoD with all servers: patching alone determines their distance."""
+        """One PoD with all servers, because patching alone determines the distance between servers."""
         return Pods(np.zeros(self.servers.count, np.int64), apart=False)
 
     def inventory(self) -> Inventory:
@@ -94,7 +95,7 @@ class TopoOpt(SimulatedFabric):
 
     @cached_property
     def joins(self) -> Ints:
-        """The number of NICs of the first server that send to a NIC of the second, [server, server]."""
+        """The number of NICs of the first server that send to a NIC of the second, indexed by [server, server]."""
         servers = self.servers
         works = HostNetwork(servers, self.failed).nic_works.reshape(servers.count, -1)
         found = np.zeros((servers.count, servers.count), np.int64)
@@ -104,8 +105,8 @@ class TopoOpt(SimulatedFabric):
         return found
 
     def strain(self, demand: Floats) -> tuple[float, float]:
-        """Return the bytes per NIC of the busiest link, to four significant digits, and the bytes over all NICs.
-        `demand` [server, server], bytes."""
+        """Return the number of bytes per NIC on the busiest link, to four significant digits, and the number of bytes
+        over all NICs. `demand` is the number of bytes between servers, indexed by [server, server]."""
         edges = DirectedLinks.of(self.joins.astype(np.float64))
         one, other = np.nonzero(demand)
         owner, edge, share = shortest_ways(edges, one, other).rows(np.arange(len(one)))

@@ -1,14 +1,15 @@
-"""Train a model with TRL's GRPO, generating through OrchestrRL's gateway. Runs in the trainer's environment.
+"""Train a model with TRL's GRPO, with generation through OrchestrRL's gateway. The script runs in the trainer's
+environment.
 
     python deploy/examples/trl_grpo.py --model DIR --gateway http://127.0.0.1:8000 \
         --engine http://127.0.0.1:8001 --engine http://127.0.0.1:8002 --weights-dir DIR --out DIR
 
-With `--peer NAME` in place of `--weights-dir` the weights are published through the daemon.
+With `--peer NAME` instead of `--weights-dir`, the weights are published through the daemon.
 
-The task is a toy, to say many different letters, so that nothing has to be downloaded: put your own dataset, reward and
-GRPOConfig in its place. What belongs to OrchestrRL is the rollout function, and one more sync at the end. The rest of
-what it reports shows that the engines follow the trainer. Where it runs as several processes (torchrun), each asks
-for its own samples.
+The task is a toy that needs no download: the reward is higher for completions with more different letters. Replace
+dataset, reward and GRPOConfig by your own. Only the rollout function and the final sync of weights belong to
+OrchestrRL. The other fields of the report show that the engines have the trainer's weights. If the script runs as
+several processes (torchrun), each process requests its own samples.
 """
 
 import argparse
@@ -50,7 +51,7 @@ def arguments() -> argparse.Namespace:
 
 
 def different_letters(completions: list, **_: object) -> list[float]:
-    """The reward: which share of the alphabet a completion has."""
+    """Return the reward of each completion: the fraction of the alphabet that occurs in it."""
     texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
     return [len({letter for letter in text.lower() if "a" <= letter <= "z"}) / 26 for text in texts]
 
@@ -61,14 +62,14 @@ def prompt(index: int, conversations: bool) -> str | list[dict[str, str]]:
 
 
 class WatchedRollout(GatewayRollout):
-    """Compares the engines' log-probabilities with the trainer's, which are equal while the weights are.
+    """Compares the engines' log-probabilities with the trainer's. Both are equal as long as the weights are equal.
 
-    Use it when you set up a run, not in every step: it costs a forward pass.
+    Use this class to check the setup of a run, not in production, because it costs a forward pass in every step.
     """
 
     def __init__(self, *names: object, **settings: object) -> None:
         super().__init__(*names, **settings)
-        self.gaps: list[float] = []  # the largest of each batch, at temperature 1
+        self.gaps: list[float] = []  # the largest difference in each batch, at temperature 1
 
     def __call__(self, prompts: list, trainer: GRPOTrainer) -> dict[str, list]:
         rolled = super().__call__(prompts, trainer)
@@ -84,7 +85,7 @@ class WatchedRollout(GatewayRollout):
 
 
 def greedy(trainer: GRPOTrainer, prompts: list[list[int]]) -> list[list[int]]:
-    """Return the trained model's own greedy continuation of each prompt."""
+    """Return the trained model's greedy continuation of each prompt, computed by the trainer."""
     trainer.model.eval()
     answers = []
     for prompt_ids in prompts:
@@ -132,7 +133,7 @@ def main() -> None:
         ),
     )
     trainer.train()
-    rollout.sync_weights(trainer)  # the engines serve on, with the last step's weights
+    rollout.sync_weights(trainer)  # the engines continue to serve with the weights of the last step
     told_ids = trainer.processing_class(text=["ba ke lo mi", "Story"])["input_ids"]
     report = {
         "steps": [entry for entry in trainer.state.log_history if "loss" in entry],

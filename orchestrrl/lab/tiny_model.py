@@ -50,7 +50,7 @@ def make_tokenizer(directory: Path, seed: int) -> tuple[int, int]:
 
 
 def make_model(directory: Path, seed: int, start_id: int, end_id: int) -> None:
-    """Save a model with random float32 weights. Head size 32 is the minimum of vLLM's CPU attention."""
+    """Save a model with random float32 weights. The head size is 32, the minimum of vLLM's CPU attention."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

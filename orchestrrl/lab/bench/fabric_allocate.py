@@ -93,7 +93,7 @@ def _gaps() -> list[Figure]:
 
 
 def _over(value: float, best: float) -> float:
-    """Return the excess of a value over the best in percent, with rounding errors as 0."""
+    """Return the excess of a value over the best value in percent; differences within rounding error are 0."""
     over = value / best - 1
     return 0.0 if abs(over) < 1e-12 else 100 * over
 
@@ -117,7 +117,7 @@ class Judged:
 
 
 class Optimum:
-    """Finds the optimal allocation among those that are not worse than `least` in any criterion."""
+    """Finds the optimal allocation among the allocations that are not worse than `least` in any criterion."""
 
     def __init__(self, problem: AllocationProblem, least: Judged) -> None:
         sent, ports = _both_ways(problem), {each: problem.usable_ports(each) for each in problem.ports}
@@ -145,14 +145,15 @@ class Optimum:
         model.add(self._bytes >= least.total_bytes)
 
     def fewest_seconds(self) -> Judged:
-        """Return the allocation with the most pairs, then the fewest seconds, then the most bytes."""
+        """Return the criteria of the allocation that serves the most pairs; among equals, the one with the fewest
+        seconds, then the most bytes."""
         return self._best(self._pairs, -self._rank, self._bytes)
 
     def most_bytes(self) -> Judged:
         return self._best(self._bytes)
 
     def _best(self, *goals: cp_model.LinearExprT) -> Judged:
-        """Maximize the goals in lexicographic order."""
+        """Return the criteria of the allocation that maximizes the goals in lexicographic order."""
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
         for goal in goals:

@@ -1,4 +1,5 @@
-"""Measure commits of circuits in the windows of a torch.distributed job: their number, accuracy and latency.
+"""Measure the commits of circuits in the windows of a torch.distributed job: how many there are, whether they are
+inside a window, and their latency.
 
 Eight gloo processes under a daemon, an agent and virtual switches (lab/demo/fabric_stack.py) take turns with eight
 processes without OrchestrRL. Afterwards, the recorders of all ranks show whether a collective was in flight during a
@@ -33,8 +34,8 @@ ALLOWED_OUTSIDE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The measurements. `pairs`: mean seconds of an iteration with and without OrchestrRL, per turn. `echo_s`: the
-    latencies of the bare poller."""
+    """The measurements of the benchmark. `pairs` contains, per turn, the mean seconds of an iteration with and without
+    OrchestrRL. `echo_s` contains the latencies of the bare poller."""
 
     run: PeriodOutcomes
     pairs: Sequence[tuple[float, float]]
@@ -64,14 +65,14 @@ async def _show(folder: Path) -> Shown:
 
 
 async def _pair(stack: FabricDemoStack, turn: int) -> tuple[float, float]:
-    """Run one turn of each job, in alternating order, and return the mean seconds of an iteration of both."""
+    """Run one turn of each job, in alternating order, and return the mean seconds of an iteration of each job."""
     order = ("watched", "alone") if turn % 2 else ("alone", "watched")
     taken_s = {name: fmean(await stack.turn(name, ITERATIONS)) for name in order}
     return taken_s["watched"], taken_s["alone"]
 
 
 async def _refuse(folder: Path) -> PeriodOutcomes:
-    """Run a job with a device that is slower than any window is long."""
+    """Run a job with a device whose reconfiguration takes longer than any window, so that commits are refused."""
     async with fabric_demo(folder, device_s=SLOW_DEVICE_S, within_s=SHORT_WINDOW_S + 0.03) as stack:
         await stack.start_job("slow", SHORT_WINDOW_S)
         await stack.turn("slow", SLOW_ITERATIONS)
@@ -79,7 +80,8 @@ async def _refuse(folder: Path) -> PeriodOutcomes:
 
 
 async def _seen(stack: FabricDemoStack) -> PeriodOutcomes:
-    """Return the outcome. Call it while the job's processes run, because rings of dead processes are removed."""
+    """Return the outcome of the job's periods. Call this function while the job's processes run, because rings of dead
+    processes are removed."""
     outcome = await stack.outcome()
     if (ranks := sorted(outcome.traffic.traces)) != list(range(RANKS)):
         raise RuntimeError(f"the traces must be of ranks 0 to {RANKS - 1}, got {ranks}")
@@ -87,7 +89,8 @@ async def _seen(stack: FabricDemoStack) -> PeriodOutcomes:
 
 
 def _latencies_s(run: PeriodOutcomes, until: Callable[[CommitRecord], float | None]) -> list[float]:
-    """Return the latencies from the end of the last rank's last collective, for commits that waited for it."""
+    """Return the latencies, from the end of the last collective on the last rank, of the commits that waited for that
+    collective."""
     found: list[float] = []
     for commit in run.commits:
         quiet, at_s = run.traffic.quiet_around(commit.commanded_s), until(commit)
@@ -159,5 +162,5 @@ def _counted(reasons: Iterable[str]) -> str:
 
 
 def _reason(code: str, detail: str) -> str:
-    """Return the reason code of a period; for `no_window`, with the reason of the last check."""
+    """Return the reason code of a period. For `no_window`, the reason of the last check is added."""
     return f"{code} ({detail.split(': ')[1]})" if code == "no_window" else code

@@ -1,4 +1,5 @@
-"""The result of a benchmark, and its measurement: two calls alternate, so that noise of the machine affects both."""
+"""The result of a benchmark, and the function that measures it: the measured call and the baseline alternate, so that
+noise of the machine affects both."""
 
 import time
 from collections.abc import Callable
@@ -26,7 +27,8 @@ class Figure:
 def side_by_side(
     measured: Callable[[], object], baseline: Callable[[], object], repetitions: int
 ) -> tuple[float, float]:
-    """Return the median CPU seconds of two calls. They alternate; the first call of each is not counted."""
+    """Return the median CPU seconds of `measured` and of `baseline`. The two functions are called alternately; the
+    first call of each is not counted."""
     spent_s: tuple[list[float], list[float]] = ([], [])
     for repetition in range(-1, repetitions):
         for call, times_s in zip((measured, baseline), spent_s, strict=True):

@@ -29,7 +29,8 @@ PER_THOUSAND = "CPU s per 1,000 requests"
 
 @dataclass(frozen=True, slots=True)
 class GatewayLoad:
-    """The amount of load. With the defaults, every reported number is based on at least 10 ms of CPU time."""
+    """The amount of load of a measurement. With the defaults, every reported number is based on at least 10 ms of CPU
+    time."""
 
     rounds: int = 3
     whole_requests: int = 300
@@ -45,7 +46,7 @@ LEDGER_LOAD = GatewayLoad(rounds=6, whole_requests=1000, streams=192, settle_s=0
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """Latency and cost of requests that arrive at once, each on its own connection."""
+    """The latency and cost of requests that arrive at once, each on its own connection."""
 
     first_p99_s: float
     whole_s: float  # until all are complete
@@ -83,7 +84,7 @@ def gateway_cpu(log_dir: Path, load: GatewayLoad = GatewayLoad()) -> list[Figure
 
 
 def _cpu_figures(spent: dict[str, WaySpent], missing: str) -> list[Figure]:
-    """Return the gateway's CPU times against those of each other path."""
+    """Return figures that compare the gateway's CPU times with those of each other path."""
     ours = spent[OURS]
     figures = []
     for other, theirs in spent.items():
@@ -158,7 +159,7 @@ async def _rounds(spent: dict[str, WaySpent], load: GatewayLoad) -> None:
 
 async def _round(way: WaySpent, client: LoadClient, load: GatewayLoad) -> None:
     async def spent(requests: int, tokens: int, *, stream: bool = False) -> tuple[float, float, int]:
-        """Send requests and return CPU seconds, wall-clock seconds and chunks."""
+        """Send requests, and return the CPU seconds, the wall-clock seconds and the number of chunks."""
         asked = ways.request(max_tokens=tokens, stream=stream)
         before_s, started_s = way.served.cpu_s(), time.perf_counter()
         chunks = _counted(await client.send_in_turn(asked, requests, load.in_flight), tokens)
@@ -255,7 +256,8 @@ def gateway_burst(log_dir: Path, requests: int = REQUESTS) -> list[Figure]:
 
 
 async def _bursts(log_dir: Path, requests: int) -> list[Burst]:
-    """Return the bursts of the gateway and of the proxy, one after the other in front of one engine."""
+    """Run a burst through the gateway and then one through the proxy, in front of the same engine. Return the
+    measurements of both bursts."""
     async with Stack(log_dir / "burst") as stack:
         engine = await ways.served(stack, "engine", *PLAIN_ENGINE)
         bursts = []

@@ -1,4 +1,4 @@
-"""An engine with minimal CPU cost, used behind all measured proxies. Run as a module.
+"""An engine with minimal CPU cost, used behind all measured proxies. It runs as a module.
 
 It implements the part of vLLM's HTTP API that routers use. A single token is sent immediately. Longer responses receive
 a token every `CHUNK_S`, all at the same time.
@@ -32,7 +32,8 @@ def _whole(value: Mapping[str, Any]) -> bytes:
 
 
 def _event(tokens: int, *, ids: bool, first: bool = False, finish_reason: str | None = None) -> bytes:
-    """Return a stream event as an HTTP chunk. With `ids`, it includes the token ids, as vLLM's do if requested."""
+    """Return a stream event as an HTTP chunk. If `ids` is true, the event includes the token ids, as vLLM's events do
+    on request."""
     choice: dict[str, Any] = {"index": 0, "text": TOKEN.decode() * tokens, "logprobs": None}
     choice |= {"finish_reason": finish_reason, "stop_reason": None}
     if ids:
@@ -44,8 +45,9 @@ def _event(tokens: int, *, ids: bool, first: bool = False, finish_reason: str | 
 
 @functools.cache
 def streamed(tokens: int, interval_tokens: int, *, ids: bool) -> tuple[bytes, ...]:
-    """Return the data to send after each token, in reverse order: a chunk after the first token, after every
-    `interval_tokens`, and at the end, as with vLLM's stream interval."""
+    """Return the data to send after each token, in reverse order of tokens. A chunk is sent after the first token,
+    after every `interval_tokens` tokens and at the end, as with vLLM's stream interval; the data of other tokens is
+    empty."""
     sent: list[bytes] = []
     held = 0
     for number in range(1, tokens + 1):
@@ -115,7 +117,7 @@ class _Pace:
         self._streams: list[tuple[asyncio.Transport, list[bytes]]] = []
 
     def add(self, transport: asyncio.Transport, chunks: list[bytes]) -> None:
-        """Add a response. `chunks` are the data to send after each token, in reverse order."""
+        """Add a response. `chunks` contains the data to send after each token, in reverse order of tokens."""
         self._streams.append((transport, chunks))
 
     async def run(self) -> None:
@@ -133,7 +135,7 @@ class _Pace:
 
 
 async def serve() -> None:
-    """Serve until terminated. The first line of output is the engine's URL."""
+    """Serve requests until terminated. The first line of output is the engine's URL."""
     pace = _Pace()
     server = await asyncio.get_running_loop().create_server(lambda: _Connection(pace), "127.0.0.1", 0, backlog=4096)
     sys.stdout.write(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}\n")

@@ -1,4 +1,5 @@
-"""A minimal reverse proxy on aiohttp, the baseline of the gateway's cost. Run as a module with the upstream URL."""
+"""A minimal reverse proxy on aiohttp, used as the baseline for the gateway's cost. It runs as a module with the
+upstream URL as its argument."""
 
 import asyncio
 import sys
@@ -10,7 +11,7 @@ PASSED_ON = ("Content-Type", "X-Request-Id")
 
 
 async def serve(upstream_url: str) -> None:
-    """Serve until terminated. The first line of output is the proxy's URL."""
+    """Serve requests until terminated. The first line of output is the proxy's URL."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def pass_on(request: web.Request) -> web.StreamResponse:

@@ -1,4 +1,5 @@
-"""Measure the cost of recording a collective: a torch program over gloo, alternating with and without the recorder."""
+"""Measure the cost of recording a collective: a torch program over gloo alternates between calls with and without the
+recorder."""
 
 import json
 import subprocess
@@ -60,7 +61,7 @@ os._exit(0)
 
 
 def recorder() -> list[Figure]:
-    """Measure the median microseconds of one all-reduce."""
+    """Measure the median duration of one all-reduce in microseconds."""
     found: list[Figure] = []
     for size, rounds in ROUNDS.items():
         with TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as rings:
@@ -72,7 +73,7 @@ def recorder() -> list[Figure]:
 
 
 def _figure(form: str, size: int, wall_ns: list[list[float]], cpu_ns: list[list[float]]) -> Figure:
-    """Return the figure of one form of call. The times of a round are: without, with, without the recorder."""
+    """Return the figure of one form of call. A round has three times: without, with, and again without the recorder."""
     cpu_added_ns = median(recorded - (before + after) / 2 for before, recorded, after in cpu_ns)
     return Figure(
         f"recorder_{form}_{size}",

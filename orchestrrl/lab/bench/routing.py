@@ -1,5 +1,5 @@
-"""Measure the gain of the gateway's queue for each routing strategy: whole steps on simulated engines, routed by the
-gateway's fleet, without moves.
+"""Measure the gain of the gateway's queue for each routing strategy. Whole steps run on simulated engines, with
+requests routed by the gateway's routing code and without moves.
 
 Arms differ in the strategy and in the number of requests that can wait on an engine. Engines, requests and the inputs
 of the gateway (its own counts, and the KV that the daemon reports once a second) are the same.
@@ -41,7 +41,7 @@ STEP = WorkloadSection(
 
 @dataclass(frozen=True, slots=True)
 class ArrivalLoad:
-    """The requests of a step and their arrival rate."""
+    """The requests of a step, with their arrival rate."""
 
     name: str
     rate_per_s: float | None = None  # None: all at once
@@ -51,7 +51,7 @@ class ArrivalLoad:
 
     @property
     def kind(self) -> EngineKind:
-        """A 14B model at TP=2 on H800s."""
+        """The engine kind: a 14B model at TP=2 on H800s."""
         profile = next(each for each in named_profile("paper-14b-h800").configurations if each.id == "tp2")
         return EngineKind(replace(profile, max_sequences=self.seats))
 

@@ -1,4 +1,4 @@
-"""Measure the growth of the makespan solver's time, gap and memory with the size of the fleet.
+"""Measure how the makespan solver's time, gap and memory grow with the size of the fleet.
 
 Each problem is solved in a new process, so that no cache is warm: `-m orchestrrl.lab.bench.solve GPUS`.
 """

@@ -1,4 +1,5 @@
-"""Measure the CPU seconds of commands and processes until they are ready, against those of Python alone."""
+"""Measure the CPU seconds that commands and processes need until they are ready, against those of starting Python
+alone."""
 
 import asyncio
 import os
@@ -29,8 +30,9 @@ COMMANDS: dict[str, tuple[Sequence[str], Mapping[str, str]]] = {
 
 
 def start_up(folder: Path) -> list[Figure]:
-    """Measure medians over rounds; the first round writes bytecode and is not counted. A process is ready when it has
-    printed its address, an agent or a peer when the daemon lists it, the daemon when it has made a plan."""
+    """Measure the CPU seconds as medians over rounds. The first round writes bytecode and is not counted. An engine or
+    a gateway is ready when it has printed its address, an agent or a peer when the daemon lists it, and the daemon when
+    it has made a plan."""
     spent_s: dict[str, list[float]] = defaultdict(list)
     # With PYTHONDONTWRITEBYTECODE, every process would compile all modules again.
     with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ, {"PYTHONPYCACHEPREFIX": cache}):

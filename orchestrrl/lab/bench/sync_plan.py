@@ -94,7 +94,7 @@ def _holders(family: SyncFamily, number: int, sending: int) -> tuple[int, ...]:
 
 
 def timed(family: SyncFamily) -> tuple[SyncPlan, float]:
-    """Return the plan of a family and the CPU seconds of planning."""
+    """Return the plan for a site of the family, and the planning time in CPU seconds."""
     asked = problem(family)
     started_s = time.process_time()
     plan = make_plan(asked)
@@ -102,7 +102,8 @@ def timed(family: SyncFamily) -> tuple[SyncPlan, float]:
 
 
 def sync_plan() -> list[Figure]:
-    """Measure the worst regular family against its bound, and the slowest large site against the target time."""
+    """Measure the family of regular sites with the worst ratio to its lower bound, and the planning time of the slowest
+    large site against the target time."""
     plans = {family: timed(family)[0] for family in FAMILIES}
     worst = max(plans, key=lambda family: plans[family].estimate_s / plans[family].lower_bound_s)
     found = plans[worst]

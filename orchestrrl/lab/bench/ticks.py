@@ -1,6 +1,7 @@
 """Measure the cost of decisions on large fleets: ticks of both loops, and a simulated step with the real control plane.
 
-Fleets are generated from a seed: a congested fleet of any size with stragglers, and its possible configurations.
+Fleets are generated from a seed: a congested fleet of any size with stragglers, and the configurations that it can be
+redeployed to.
 """
 
 import random
@@ -48,7 +49,7 @@ INTERVAL_S = 30.0  # until the next plan, to which a redeployment can be deferre
 
 
 def balancer_tick() -> list[Figure]:
-    """Measure the growth of the balancer's time with the fleet, without a limit on moves."""
+    """Measure how the balancer's time grows with the size of the fleet, without a limit on moves."""
     large, half = (balanced_workers(congested(WORKERS // n, REQUESTS // n, SEED), SETTINGS) for n in (1, 2))
     theta = SETTINGS.theta
     large_s, half_s = side_by_side(lambda: decide(theta, large), lambda: decide(theta, half), repetitions=7)
@@ -58,7 +59,8 @@ def balancer_tick() -> list[Figure]:
 
 
 def fast_tick() -> list[Figure]:
-    """Measure all decisions of one fast tick against the balancer alone, and packing with known step times."""
+    """Measure all decisions of one tick of the fast loop against the balancer alone. Also measure packing with known
+    step times."""
     snapshot = congested(WORKERS, REQUESTS, SEED)
     situation, most = BalanceSituation(Mode.ACT), SETTINGS.max_moves_per_tick
     workers = balanced_workers(snapshot, SETTINGS)
@@ -88,7 +90,8 @@ def fast_tick() -> list[Figure]:
 
 
 def plan_tick() -> list[Figure]:
-    """Measure one decision of the slow loop: forecast, candidate fleets, their times over samples, plan admission."""
+    """Measure one decision of the slow loop: the forecast, the candidate fleets, their step times over samples of
+    lengths, and plan admission."""
     config = replace(deployments(ENGINES_TO_PLAN), interval_s=INTERVAL_S)
     all_of_them, half = (congested(ENGINES_TO_PLAN, REQUESTS_TO_PLAN // n, SEED) for n in (1, 2))
 
@@ -108,7 +111,7 @@ SIM_AIM_S = 30.0
 
 
 def sim_step() -> list[Figure]:
-    """Measure a step of the size of the paper's figure 20 against one of half that size."""
+    """Measure a step of the size of the paper's figure 20 against a step of half that size."""
     whole, half, warm_up = (_simulation(divisor) for divisor in (1, 2, 64))
     _, half_s, whole_s = (_cpu_s(run) for run in (warm_up, half, whole))
     gpus, requests = whole.scenario.gpus, len(whole.steps[0])
@@ -135,7 +138,8 @@ def _simulation(divisor: int) -> ControlledRun:
 
 
 def congested(engines: int, requests: int, seed: int) -> Snapshot:
-    """Return a snapshot of heavy-tailed requests on unevenly loaded engines: a fifth has half of all requests."""
+    """Return a snapshot of heavy-tailed requests on unevenly loaded engines: a fifth of the engines has half of all
+    requests."""
     rng = random.Random(seed)
     shares = [rng.choice((4.0, 1.0, 1.0, 1.0, 1.0)) for _ in range(engines)]
     places = rng.choices(range(engines), shares, k=requests)

@@ -1,6 +1,7 @@
 """The compared paths to an engine: direct, through the gateway, and through other proxies and routers.
 
-The load is completions over the gateway's HTTP connections to engines, parsed with minimal work.
+The load consists of completions that are sent over the HTTP connections that the gateway also uses to engines, and
+parsed with minimal work.
 """
 
 import asyncio
@@ -36,8 +37,8 @@ _ids = itertools.count()
 
 @asynccontextmanager
 async def started(folder: Path) -> AsyncIterator[tuple[dict[str, LabProcess], dict[str, str]]]:
-    """Start all paths in front of one engine, which is the first. Yield the processes by name, and the reasons why the
-    others are not available."""
+    """Start an engine and all paths in front of it. Yield the processes by the path's name (first the engine itself),
+    and the reason for each path that is not available."""
     async with Stack(folder) as stack:
         engine = await served(stack, "engine", *PLAIN_ENGINE)
         gateway = await served(stack, "gateway", *gateway_words(engine.url))
@@ -52,7 +53,7 @@ async def started(folder: Path) -> AsyncIterator[tuple[dict[str, LabProcess], di
 
 
 async def served(stack: Stack, name: str, *words: str) -> LabProcess:
-    """Start a Python module and return its process when it has printed its URL."""
+    """Start a Python module, wait until it has printed its URL, and return its process."""
     process = stack.launch(LabProcess(name, (sys.executable, "-m", *words), stack.folder))
     await stack.served(process)
     return process
@@ -92,7 +93,8 @@ _OTHERS = {NGINX: _nginx, "vllm-router": _router("vllm-router"), "sglang-router"
 
 
 async def _answering(stack: Stack, name: str, port: int, *command: str | Path) -> LabProcess:
-    """Start a program and return it when it responds to a completion on the port. Raises Permanent if it does not."""
+    """Start a program, and return its process when it responds to a completion on the port. Raises Permanent if it does
+    not respond in time."""
     process = stack.launch(LabProcess(name, command, stack.folder, one_log=True))
     process.url = f"http://127.0.0.1:{port}"
     await process.until(partial(_answers, process.url))
@@ -137,7 +139,7 @@ class LoadClient:
 
     async def send(self, body: bytes) -> TimedResponse:
         """Send a completion and return the timed response. Raises Permanent if the response is incomplete or an error,
-        and OrchestrRLError if there is none."""
+        and OrchestrRLError if there is no response."""
         started_s, first_s, text = time.perf_counter(), 0.0, bytearray()
         exchange = self._pool.exchange("/v1/completions", body, [("X-Request-Id", f"request-{next(_ids)}")])
         connection = await exchange.begin()

@@ -1,9 +1,9 @@
-"""Create the namespaces and cables of a plan: hosts below ToRs, ToRs fibred to switches, and rate-limited lines.
+"""Create the namespaces and cables of a plan: hosts below ToRs, fibres from ToRs to switches, and rate-limited lines.
 
     host --tbf-- ToR --tbf-- port of a switch | bridge | port -- ToR -- host
 
-A port of a switch has light only while the panel (patch_panel.py) joins it. In addition to the optical fabric, a slow
-electrical network joins all ToRs, so that every host can always reach every other host.
+A port of a switch receives light only while the panel (patch_panel.py) joins it to another port. In addition to the
+optical fabric, a slow electrical network joins all ToRs, so that every host can always reach every other host.
 """
 
 from orchestrrl.lab.box.namespaces import Script
@@ -26,7 +26,8 @@ def bridge_name(port: int) -> str:
 
 
 async def build(plan: TestbedPlan) -> None:
-    """Create everything, with all ports dark. Raises Permanent with the output of the tool that failed."""
+    """Create all namespaces and cables of a plan, with all ports dark. Raises Permanent with the output of the tool
+    that failed."""
     script = Script()
     for tor in plan.tors:
         _tor(script, plan, tor)

@@ -1,5 +1,5 @@
 """Run a cycle of an RL job in a box: training, generation, weight sync and training again. Measure each stage's traffic
-on the previous stage's circuits and on its own."""
+on the circuits of the previous stage and on the stage's own circuits."""
 
 import asyncio
 import time
@@ -29,8 +29,8 @@ Burst = tuple[float, float, list[Flow]]  # start, end, flows
 
 
 class TestbedTrainer:
-    """A trainer whose iterations consist of one collective and one pause. `run` iterates until cancelled. `bursts` has
-    the start, the end and the flows of each collective."""
+    """A trainer whose iterations consist of one collective and one pause. `run` iterates until cancelled. `bursts`
+    contains the start, the end and the flows of each collective."""
 
     def __init__(
         self, rings: Path, job: str, ranks: Sequence[int], flows: Callable[[], list[Flow]], order: BoxOrder
@@ -69,7 +69,7 @@ class TestbedTrainer:
 
 @dataclass(slots=True)
 class Cycle:
-    """Runs the stages of a cycle and records them. `bursts` are those of all stages."""
+    """Runs the stages of a cycle and records them. `bursts` contains the bursts of all stages."""
 
     box: Testbed
     client: FabricClient
@@ -79,8 +79,8 @@ class Cycle:
     began_s: float = field(default_factory=time.monotonic)
 
     async def stage(self, intent: Intent) -> None:
-        """Run a stage without traffic while circuits change, such as generation between two deployments, or a weight
-        sync before it starts."""
+        """Run a stage that sends no traffic while circuits change, such as generation between two deployments or a
+        weight sync before its start."""
         began_s = time.monotonic()
         before = await self._burst(intent)
         report = await self.client.announce(intent.period, intent, boundary=True)
@@ -145,11 +145,11 @@ class Cycle:
         )
 
     def _circuits(self) -> dict[str, int]:
-        """Return the number of circuits between each pair of endpoints that the panel has joined."""
+        """Return the number of circuits that the panel has joined between each pair of endpoints."""
         return Counter(" - ".join(self.box.ends_of(pair)) for pair in sorted(self.box.panel.joined))
 
     def _timeline(self) -> list[list[float]]:
-        """Return rows of [seconds since the start of the cycle, Mbit/s between ToRs]."""
+        """Return the rate between ToRs over time, as rows of [seconds since the start of the cycle, Mbit/s]."""
         now_s = time.monotonic()
         edges = [self.began_s + SAMPLE_S * k for k in range(int((now_s - self.began_s) / SAMPLE_S) + 1)]
         points = []
@@ -187,6 +187,7 @@ def flows_between_tors(box: Testbed, intent: Intent) -> list[Flow]:
 
 
 def _mean(bursts: Sequence[Burst]) -> float | None:
-    """Return the mean rate of bursts in Mbit/s, summed over flows, without the warm-up; None if there are no bursts."""
+    """Return the mean rate of bursts in Mbit/s, summed over flows and without the warm-up; None if there are no
+    bursts."""
     rates = [mbps(flows, since_s + WARM_UP_S, until_s) for since_s, until_s, flows in bursts]
     return sum(rates) / len(rates) if rates else None

@@ -1,8 +1,8 @@
-"""Run a module in new user, network, mount and process namespaces, which end with it.
+"""Run a module in new user, network, mount and process namespaces, which are removed when the module's process ends.
 
 When the first process of a process namespace ends, the kernel removes the namespaces with all interfaces, bridges and
-processes inside. That process ends with its standard input (`end_with_input`), so that nothing remains even if its
-parent is killed by SIGKILL.
+processes inside. That process exits when its standard input is closed (`end_with_input`), so that nothing remains even
+if its parent is killed by SIGKILL.
 """
 
 import os
@@ -54,7 +54,8 @@ def lacking() -> str:
 
 
 def start(name: str, words: Sequence[str | Path], folder: Path) -> LabProcess:
-    """Start a Python process inside new namespaces. It ends with its standard input. Raises Permanent."""
+    """Start a Python process inside new namespaces. The process exits when its standard input is closed. Raises
+    Permanent if this machine cannot create the namespaces."""
     if why := lacking():
         raise Permanent(why)
     command = [*_prefix(), sys.executable, *words]
@@ -64,7 +65,8 @@ def start(name: str, words: Sequence[str | Path], folder: Path) -> LabProcess:
 
 
 def end_with_input(stop: Callable[[], object]) -> None:
-    """Call `stop` when the standard input ends, and exit the process 5 s later at the latest."""
+    """Start a thread that calls `stop` when the standard input is closed, and exits the process 5 s later at the
+    latest."""
 
     def watch() -> None:
         while os.read(0, 4096):

@@ -1,8 +1,8 @@
 """The process inside the namespaces: `python -m orchestrrl.lab.box.inside ORDER`, where ORDER is a `BoxOrder` as JSON.
 
-Its shows measure TCP traffic: rates by number of circuits, a transfer during changes, rerouting around a failed port,
+The shows measure TCP traffic: rates by number of circuits, a transfer during changes, rerouting around a failed port,
 and detection of swapped cables. It prints lines of JSON: the name of each show as it starts, and finally the results.
-It ends with its standard input.
+It exits when its standard input is closed.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ def tor_pair(box: Testbed, role: PodRole = PodRole.TRAIN) -> tuple[EndpointId, E
 
 
 def circuits_between(box: Testbed, one: EndpointId, other: EndpointId) -> list[PortPair]:
-    """Return the maximum set of circuits between two ToRs on one switch."""
+    """Return the largest set of circuits that one switch can make between two ToRs."""
     by_switch = (
         [
             port_pair(switch.id, a, b)
@@ -68,8 +68,8 @@ def nics_at(box: Testbed, tor: EndpointId) -> list[tuple[str, str]]:
 
 
 async def rates_by_circuits(box: Testbed, order: BoxOrder) -> dict[str, Any]:
-    """Measure the rate for each number of circuits, with one flow per circuit at the maximum. Each flow has its own
-    host and is pinned to a circuit by a route."""
+    """Measure the rate between two ToRs for each number of circuits. The number of flows is always the maximum number
+    of circuits; each flow has its own host and is pinned to a circuit by a route."""
     one, other = tor_pair(box)
     circuits = circuits_between(box, one, other)[: max(COUNTS)]
     sources, sinks = nics_at(box, one), nics_at(box, other)
@@ -102,9 +102,9 @@ def _interface(ends: tuple[tuple[EndpointId, str], ...], tor: EndpointId) -> str
 
 
 async def transfer_through_changes(box: Testbed, order: BoxOrder) -> dict[str, Any]:
-    """Measure one transfer between ToRs of a generation PoD while circuits change from those of generation to those of
-    a weight sync and back. The receive window keeps all queues short, so that a retransmitted segment was lost by a
-    change."""
+    """Measure one transfer between ToRs of a generation PoD while circuits change from the circuits of generation to
+    those of a weight sync and back. The receive window keeps all queues short, so that any retransmitted segment was
+    lost because of a change."""
     one, other = tor_pair(box, PodRole.GEN)
     flow = Flow(nics_at(box, one)[0], nics_at(box, other)[0], window_bytes=TRANSFER_WINDOW_BYTES)
     delay_s = max(switch.device.reconfiguration_s for switch in box.site.switches)
@@ -137,8 +137,8 @@ async def transfer_through_changes(box: Testbed, order: BoxOrder) -> dict[str, A
 
 
 async def failed_port(box: Testbed, order: BoxOrder) -> dict[str, Any]:
-    """Fail a port under the traffic of a generation PoD: the daemon reroutes packets, and the next period avoids the
-    port."""
+    """Fail a port that carries the traffic of a generation PoD. The daemon reroutes packets, and the next period avoids
+    the port."""
     one, other = tor_pair(box, PodRole.GEN)
     intent = intents.generation(box.site)
     # Enough flows that their hashes use all circuits.
@@ -181,7 +181,7 @@ async def _rate(flows: Sequence[Flow], seconds: float) -> float:
 
 
 async def _until_left_out(box: Testbed) -> None:
-    """Wait until the routes avoid a link. Raises Permanent if that takes too long."""
+    """Wait until the routes avoid a link. Raises Permanent if the wait times out."""
 
     async def left_out() -> bool:
         return bool((await box.fabric()).routes.left_out)

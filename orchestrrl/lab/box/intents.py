@@ -1,4 +1,4 @@
-"""Intents of the stages of a small RL job on a site. Ranks are the GPUs of the training and generation PoDs."""
+"""The intents of the stages of a small RL job on a site. Ranks are the GPUs of the training and generation PoDs."""
 
 from planner.fabric.collectives import transfers_of
 from planner.fabric.demand import RankPlacement, broadcasts_of, mask_nics

@@ -1,4 +1,4 @@
-"""Network namespaces inside the box: create them, configure them by batches of `ip` and `tc`, and enter them."""
+"""Create the network namespaces inside the box, configure them by batches of `ip` and `tc` commands, and enter them."""
 
 import asyncio
 import ctypes
@@ -41,8 +41,8 @@ class Script:
         return name
 
     def cable(self, one: str, interface: str, other: str, other_interface: str, index: int) -> None:
-        """Add a veth pair. `index` is that of the first end and must differ from that of the second: only then does the
-        kernel report link changes immediately instead of after up to a second."""
+        """Add a veth pair. `index` is the interface index of the first end and must differ from the index of the second
+        end. Otherwise, the kernel reports link changes only after up to a second."""
         ends = f"netns {one} index {index} type veth peer name {other_interface} netns {other}"
         self._first.append(f"link add name {interface} {ends}")
 
@@ -75,7 +75,8 @@ async def batch(tool: str, room: str, lines: Iterable[str]) -> None:
 
 
 def enter(room: str) -> None:
-    """Move this thread, and the processes that it starts, into a namespace. Raises OSError."""
+    """Move this thread, and the processes that it starts, into a namespace. Raises OSError if the namespace cannot be
+    entered."""
     entrance = os.open(FOLDER / room, os.O_RDONLY)
     try:
         if ctypes.CDLL(None, use_errno=True).setns(entrance, CLONE_NEWNET):
@@ -96,7 +97,7 @@ def within(room: str, work: Callable[[], T]) -> T:
 
 
 def make_socket(room: str, *of: int) -> socket.socket:
-    """Return a socket of a namespace. It can be used from any thread."""
+    """Return a socket inside a namespace. The socket can be used from any thread."""
     return within(room, lambda: socket.socket(*of))
 
 

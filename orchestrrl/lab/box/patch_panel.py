@@ -1,8 +1,8 @@
 """The patch panel: while a switch joins two fibres, their veth interfaces are in one bridge.
 
-A cross-connect carries packets in both directions once its mirrors are in place, between ports that work and are
-plugged in. A ToR's fibre has a signal while light arrives from another ToR, over any number of switches. Changes are
-reported by the emulated devices, and by their clock while mirrors move.
+A cross-connect carries packets in both directions when its mirrors are in place and both ports work and are plugged in.
+A ToR's fibre has a signal while light arrives from another ToR, over any number of switches. The panel follows changes
+that the emulated devices report, and their clock while mirrors move.
 """
 
 import asyncio
@@ -50,7 +50,8 @@ class PatchPanel:
                 each.cancel()
 
     def follow(self) -> float:
-        """Apply the state of the devices. Return the seconds until a mirror is in place or a scheduled event is due."""
+        """Apply the state of the devices to the interfaces. Return the number of seconds until the next mirror is in
+        place or the next scheduled event is due."""
         next_s = min((min(glass.advance(), glass.moving_s()) for glass in self._glasses.values()), default=math.inf)
         joined = frozenset(pair for switch, glass in self._glasses.items() for pair in self._carrying(switch, glass))
         lit = lit_ports(self._ends, joined)
@@ -109,7 +110,7 @@ class PatchPanel:
 
 
 def lit_ports(ends: Mapping[Port, End], joined: Iterable[PortPair]) -> frozenset[Port]:
-    """Return the ports with a fibre to a ToR that receive light from another ToR's fibre."""
+    """Return the switch ports whose fibre leads to a ToR and that receive light from the fibre of another ToR."""
     partner: dict[Port, Port] = {}
     for pair in joined:
         one, other = ((pair.switch, number) for number in pair.ports)
@@ -138,7 +139,8 @@ _ERROR = struct.Struct("=i")
 
 
 class Links:
-    """Changes interfaces of one namespace, by index: join and leave a bridge, set up and down."""
+    """Changes the interfaces of one namespace, by index: adds them to a bridge, removes them from it, and sets them up
+    and down."""
 
     def __init__(self, room: str) -> None:
         self._namespace = room
@@ -153,8 +155,8 @@ class Links:
         self._socket.close()
 
     def set(self, index: int, *, master: int | None = None, up: bool | None = None) -> None:
-        """Add an interface to the bridge `master`, or remove it from its bridge with 0. While an interface is up, the
-        other end of its pair has a signal."""
+        """Add an interface to the bridge `master`, or remove it from its bridge if `master` is 0; set the interface up
+        or down. While an interface is up, the other end of its veth pair has a signal."""
         self._sequence += 1
         flags, change = (0, 0) if up is None else (IFF_UP * up, IFF_UP)
         body = _LINK.pack(socket.AF_UNSPEC, 0, index, flags, change)

@@ -22,7 +22,8 @@ End = Interface | Port  # the far end of the fibre at a switch port
 
 
 def is_fibre(end: End) -> bool:
-    """Return whether the end is an interface of a ToR; otherwise it is a lane to a port of another switch."""
+    """Return whether the end is an interface of a ToR. Otherwise, it is a port of another switch, and the fibre is a
+    lane."""
     return isinstance(end[1], str)
 
 
@@ -38,8 +39,8 @@ class Nic:
 
 @dataclass(frozen=True)
 class TestbedPlan:
-    """Namespaces, addresses and cables of a site in a box. `ends`: the far end of the fibre at each switch port.
-    `bps_per_gbps`: bits per second in the box per Gbps of the site."""
+    """Namespaces, addresses and cables of a site in a box. `ends` maps each switch port to the far end of its fibre.
+    `bps_per_gbps` is the rate in the box, in bit/s, that represents 1 Gbps of the site."""
 
     site: Site
     bps_per_gbps: float
@@ -60,15 +61,16 @@ class TestbedPlan:
         return self.hosts[server.id], self.nics[server.id][server.nic(gpu)].address
 
     def tbf(self, gbps: float) -> str:
-        """Return the tc arguments of a line with a rate of the site. Its queue holds at most 50 ms: enough for TCP to
-        fill the line, and short enough that packets for a circuit leave soon."""
+        """Return the tc arguments of a line that represents a line of the site with the given rate. The line's queue
+        holds packets for at most 50 ms: enough for TCP to fill the line, and short enough that packets for a circuit
+        leave soon."""
         bps = gbps * self.bps_per_gbps
         burst = max(8000, int(bps / 8 * 0.004))
         return f"tbf rate {int(bps)}bit burst {burst} limit {burst + max(30_000, int(bps / 8 * 0.05))}"
 
 
 def plan_of(site: Site, circuit_mbps: float) -> TestbedPlan:
-    """Plan a site in a box. Raises ValueError if the site is too large."""
+    """Return the plan of a site in a box. Raises ValueError if the site has too many ToRs or switches."""
     if len(site.tors) > TORS or len(site.switches) > TORS:
         raise ValueError(f"a box can hold at most {TORS} ToRs, got {len(site.tors)}")
     numbers = {tor.id: n for n, tor in enumerate(site.tors, start=1)}

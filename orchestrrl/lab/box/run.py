@@ -23,14 +23,14 @@ SITE = _FILES.joinpath("site.yaml").read_text("utf-8")  # the default: two PoDs,
 
 
 def weights_site(circuit_mbps: float) -> str:
-    """Return the text of the default site of "weights", with circuits of the given rate."""
+    """Return the text of the default site file of "weights", with circuits of the given rate."""
     return Template(_FILES.joinpath("weights_site.yaml").read_text("utf-8")).substitute(gbps=f"{circuit_mbps / 1000:g}")
 
 
 @dataclass(frozen=True, slots=True)
 class BoxOrder:
     """Parameters of a box. `folder` contains the site file and receives the daemon's configuration and all logs. `mbps`
-    is the rate of a circuit. `shows` is a subset of SHOWS, in their order."""
+    is the rate of a circuit. `shows` is a subset of SHOWS, in the order of SHOWS."""
 
     folder: str
     shows: tuple[str, ...]
@@ -50,7 +50,8 @@ class BoxOrder:
 
 
 async def run_box(order: BoxOrder, warn: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Run a box and return the results of its shows. Raises Permanent if the box cannot be created or fails."""
+    """Run a box and return the results of its shows. Raises Permanent if the box cannot be created or its process
+    fails."""
     words = ("-m", "orchestrrl.lab.box.inside", json.dumps(asdict(order)))
     async with enter.start("box", words, Path(order.folder)) as box:
         while True:

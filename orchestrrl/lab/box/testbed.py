@@ -1,4 +1,4 @@
-"""A running box: namespaces and cables, switches with the patch panel, and the daemon."""
+"""Start and control a running box: namespaces and cables, switches with the patch panel, and the daemon."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -45,7 +45,8 @@ class TestbedSwitch:
 
 
 class Testbed(Stack):
-    """A running box, created by `standing`. `folder` has the site file, the daemon's configuration and all logs."""
+    """A running box, created by `standing`. `folder` contains the site file, the daemon's configuration and all
+    logs."""
 
     def __init__(
         self, folder: Path, plan: TestbedPlan, switches: dict[OcsId, TestbedSwitch], panel: PatchPanel
@@ -65,8 +66,8 @@ class Testbed(Stack):
         return sorted(end for end, numbers in ports.items() for number in pair.ports if number in numbers)
 
     async def connect(self, circuits: Sequence[PortPair], ups: bool = True) -> None:
-        """Connect or disconnect circuits by `orchestrrl ocs`, and wait until the panel follows. Raises Permanent if one
-        fails."""
+        """Connect or disconnect circuits by `orchestrrl ocs`, and wait until the panel follows. Raises Permanent if a
+        command fails or the panel does not follow in time."""
         for switch in sorted({pair.switch for pair in circuits}):
             facts = self.switches[switch].device.facts
             own = [each for pair in circuits if pair.switch == switch for each in device_pairs(facts, pair)]
@@ -87,7 +88,8 @@ class Testbed(Stack):
             glass.inject(DeviceFault(kind, port=side))
 
     async def pin(self, source: EndpointId, sink: EndpointId, hosts: Sequence[str], interfaces: Sequence[str]) -> None:
-        """Route hosts over interfaces in rotation, by routes that are more specific than the daemon's."""
+        """Route packets to hosts over the interfaces in rotation, by routes that are more specific than the daemon's
+        routes."""
         lines = [
             f"route replace {host}/32 via {self.plan.addresses[sink]} dev {interfaces[k % len(interfaces)]} onlink"
             for k, host in enumerate(hosts)
@@ -98,7 +100,7 @@ class Testbed(Stack):
         await batch("ip", self.plan.tors[source], [f"route del {host}/32" for host in hosts])
 
     async def drive(self) -> None:
-        """Start an `orchestrrl daemon` for this box, and wait until packets follow circuits."""
+        """Start an `orchestrrl daemon` for this box, and wait until packets are routed over circuits."""
         plan = self.plan
         routers = [
             {

@@ -1,4 +1,4 @@
-"""TCP flows between hosts of a box, counted at the receiver."""
+"""TCP flows between the hosts of a box. Bytes are counted at the receiver."""
 
 import asyncio
 import itertools
@@ -35,7 +35,7 @@ class Flow:
     retransmitted: int = 0  # segments so far
 
     async def run(self) -> None:
-        """Run until cancelled or until all data sent has arrived. Raises Permanent if the connection fails."""
+        """Run the flow until it is cancelled or all data sent has arrived. Raises Permanent if the connection fails."""
         loop, port = asyncio.get_running_loop(), next(_ports)
         with (
             make_socket(self.sink[0], socket.AF_INET, socket.SOCK_STREAM) as door,
@@ -77,12 +77,12 @@ class Flow:
         return before + (after - before) * (at_s - before_s) / (after_s - before_s)
 
     def longest_pause_s(self, since_s: float, until_s: float) -> float:
-        """Return the longest time without an arrival."""
+        """Return the longest time in seconds between two arrivals of data."""
         times = [since_s, *(at_s for at_s, _ in self.arrivals if since_s < at_s < until_s), until_s]
         return max(later - earlier for earlier, later in itertools.pairwise(times))
 
     async def send(self, out: socket.socket) -> None:
-        """Send until cancelled."""
+        """Send data at full rate until cancelled."""
         while True:
             await asyncio.get_running_loop().sock_sendall(out, CHUNK)
             self.retransmitted = _retransmitted(out)
@@ -96,7 +96,7 @@ class Flow:
 
 @asynccontextmanager
 async def running(flows: Sequence[Flow]) -> AsyncIterator[None]:
-    """Run flows while the body runs. Raises the exception of a flow that failed."""
+    """Run flows while the body of the `async with` statement runs. Raises the exception of a flow that failed."""
     tasks = [asyncio.ensure_future(flow.run()) for flow in flows]
     try:
         yield

@@ -1,8 +1,8 @@
-"""Weight syncs in a box: real bytes from training hosts to generation hosts, over circuits for the sync.
+"""Run weight syncs in a box: send real bytes from training hosts to generation hosts, over circuits set for the sync.
 
-Compares, in rotation, a tree planned for the available circuits, direct transfers from the holders to every receiver,
-and the two-stage scheme. Each host is a process in its own network namespace with the product's carrier and transport.
-Each method has the circuits that its edges request from the daemon, and its own files.
+Three methods are compared in rotation: a tree planned for the available circuits, direct transfers from the holders to
+every receiver, and the two-stage scheme. Each host is a process in its own network namespace with the product's carrier
+and transport. Each method uses the circuits that the daemon sets for its edges, and its own files.
 """
 
 import asyncio
@@ -54,7 +54,8 @@ Stages = tuple[tuple[CarryEdge, ...], ...]  # a stage starts when all edges of t
 
 @asynccontextmanager
 async def _hosts(box: Testbed, transport: str, python: str) -> AsyncIterator[tuple[list[Peer], LabProcess]]:
-    """Yield a peer per server of the site, at the NIC of its first GPU, and their carrier process."""
+    """Yield one peer per server of the site, at the NIC of the server's first GPU, and the carrier process of all
+    peers."""
     servers = {PeerId(str(server.id)): server for server in sorted(box.site.servers, key=lambda server: str(server.id))}
     # A NIC (namespace, address) becomes [peer, address, namespace].
     places = [[id, *reversed(box.plan.nic_of(server.gpus[0]))] for id, server in servers.items()]
@@ -70,7 +71,8 @@ async def _hosts(box: Testbed, transport: str, python: str) -> AsyncIterator[tup
 
 
 def publications(trainers: Sequence[PeerId], size: int) -> list[Publication]:
-    """Return the publications of `size` bytes of tensors. Every rank has the same number of rows."""
+    """Return one publication per trainer rank, for `size` bytes of tensors in total. All ranks hold the same number of
+    rows, up to rounding."""
     rows = max(len(trainers), round(size / (TENSORS * ROW_BYTES)))
     tensors = tuple(TensorMeta(f"layers.{k}.weight", "U8", (rows, ROW_BYTES)) for k in range(TENSORS))
     found = []
@@ -117,7 +119,8 @@ class _Show:
         self._rows: list[dict[str, Any]] = []
 
     async def _open(self) -> None:
-        """Have holders create the bytes and all others empty files. Data received before is deleted."""
+        """Make the holders create files with the data, and all other peers create empty files. Data that was received
+        before is deleted."""
         held: dict[PeerId, list[str]] = {id: [] for id in self._peers}
         for shard, holder in self._planned.summed_by.items():
             held[holder].append(shard)
@@ -125,7 +128,7 @@ class _Show:
         await self._order({id: {"open": document, "holds": held[id]} for id in self._peers})
 
     async def _order(self, orders: Mapping[PeerId, Mapping[str, Any]]) -> dict[PeerId, Any]:
-        """Send orders to peers and return their responses when all have carried them out."""
+        """Send orders to peers, and return the peers' responses when all orders have been carried out."""
         answers: dict[PeerId, Any] = await self._carriers.request({str(id): order for id, order in orders.items()})
         return {id: answers[id] for id in orders}
 
@@ -174,7 +177,8 @@ class _Show:
         self._rows.append(row)
 
     def report(self) -> dict[str, Any]:
-        """Return the results. `bound_s` is a lower bound for any plan at the measured TCP payload rate of a circuit."""
+        """Return the results of all methods. `bound_s` is a lower bound on the duration of any plan at the measured TCP
+        payload rate of a circuit."""
         planned = self._planned
         return {
             "bytes": planned.map.bytes,
@@ -188,7 +192,8 @@ class _Show:
         }
 
     async def _prepared(self, way: str) -> tuple[Stages, dict[str, Any]]:
-        """Set up the circuits that a method requests, and return its edges. A tree is planned again on the circuits."""
+        """Set up the circuits that a method requests. Return the method's edges by stage, and the report of the
+        circuits. A tree is planned again for the circuits that were set up."""
         if way == "tree":
             circuits = await self._circuits((self._planned.edges,))
             self._planned = self._plan()
@@ -197,7 +202,7 @@ class _Show:
         return stages, await self._circuits(stages)
 
     def _naive(self) -> Stages:
-        """Return one stage in which every receiver receives directly from the holders."""
+        """Return one stage of edges in which every receiver receives directly from the holders."""
         shards, holders = self._planned.map.shards, self._planned.summed_by
         return (self._edges("x", [(shard, holders[shard.id], other) for shard in shards for other in self._receivers]),)
 
@@ -212,7 +217,7 @@ class _Show:
         return self._edges("x", across), self._edges("y", along)
 
     def _edges(self, letter: str, hops: Iterable[tuple[ShardMap, PeerId, PeerId]]) -> tuple[CarryEdge, ...]:
-        """Return an edge for a whole shard on each hop. `letter` is the prefix of their ids."""
+        """Return an edge for a whole shard on each hop. `letter` is the prefix of the edges' ids."""
         made = []
         for number, (shard, src, dst) in enumerate(hops):
             (transport, address), *_ = self._peers[dst].transports.items()
@@ -226,7 +231,8 @@ class _Show:
         return self._stations[src].pod != self._stations[dst].pod
 
     async def _circuits(self, stages: Stages) -> dict[str, Any]:
-        """Announce the circuits of generation, then those of the stages, as the daemon's syncs do, without traffic."""
+        """Announce the circuits of generation, then the circuits of the stages, as the daemon does for a sync, while
+        there is no traffic."""
         await self._committed(intents.generation(self._box.site))
         intent, _ = intent_of([edge for stage in stages for edge in stage], self._box.site, self._peers)
         report = await self._committed(intent)
@@ -236,14 +242,15 @@ class _Show:
         }
 
     async def _committed(self, intent: Intent) -> PeriodReport:
-        """Announce an intent and return its report. Raises Permanent if it is not committed."""
+        """Announce an intent and return the report of its period. Raises Permanent if the intent's circuits are not
+        committed."""
         report = await self._client.announce(intent.period, intent, boundary=True)
         if report.state is not PeriodState.COMMITTED:
             raise Permanent(f"circuits of {intent.period}: {report.state} {report.code}: {report.detail}")
         return report
 
     def _network(self) -> SyncNetwork:
-        """Return the network of the box, with its rates reduced to TCP payload."""
+        """Return the network of the box for planning, with rates reduced to the TCP payload."""
         plan, share = self._box.plan, self._gbps(1.0) * self._payload
         site = replace(plan.site, link_gbps=plan.site.link_gbps * share, nic_gbps=plan.site.nic_gbps * share)
         stations = {id: station_of(peer, site) for id, peer in self._peers.items()}
@@ -258,8 +265,8 @@ class _Show:
         return plan_sync(VERSION, self._publications, self._peers.values(), self._network(), settings)
 
     async def _carried(self, stage: Sequence[CarryEdge]) -> float:
-        """Carry out a stage and return the arrival time of the last byte, as reported by its receiver. Raises Permanent
-        if an edge fails."""
+        """Carry out a stage of edges, and return the arrival time of the last byte, as reported by its receiver. Raises
+        Permanent if an edge fails."""
         own: dict[PeerId, list[CarryEdge]] = {}
         for edge in stage:
             own.setdefault(edge.src, []).append(edge)
@@ -273,12 +280,13 @@ class _Show:
         return max(float(answer["ended_s"]) for answer in ended.values())
 
     async def _identical(self) -> int:
-        """Return the number of receivers with the bytes that were sent."""
+        """Return the number of receivers whose data is identical to the data that was sent."""
         sums = await self._order({id: {"sum": True} for id in self._receivers})
         return sum(each["sha256"] == self._sha256 and not each["missing"] for each in sums.values())
 
     def _boundary_bytes(self) -> int:
-        """Return the bytes that the core has sent into generation PoDs, including headers, from the port counters."""
+        """Return the number of bytes (including headers) that the core has sent into generation PoDs, from the port
+        counters."""
         site, carried = self._box.site, 0
         for switch in site.core_switches:
             counts = _sent_bytes(self._box.plan.switches[switch.id])
@@ -288,19 +296,19 @@ class _Show:
         return carried
 
     def _gbps(self, gbps: float) -> float:
-        """Return the rate in the box for a rate of the site."""
+        """Return the rate in the box, in Gbps, that represents a rate of the site."""
         return gbps * self._box.plan.bps_per_gbps * 1e-9
 
 
 def _sent_bytes(room: str) -> dict[str, int]:
-    """Return the bytes sent by each interface of a namespace."""
+    """Return the number of bytes sent by each interface of a namespace."""
     _, _, *lines = within(room, Path("/proc/thread-self/net/dev").read_text).splitlines()
     rows = (line.partition(":") for line in lines)
     return {name.strip(): int(counts.split()[8]) for name, _, counts in rows}
 
 
 def _busy_s() -> float:
-    """Return the busy seconds of all cores of the machine together, for all processes."""
+    """Return the busy time of the machine in seconds, summed over all cores and processes."""
     fields = list(map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]))
     idle = fields[3] + fields[4]
     return (sum(fields) - idle) / os.sysconf("SC_CLK_TCK")

@@ -1,9 +1,10 @@
 """The carrier processes of a box's hosts: `python -m orchestrrl.lab.box.weights_carrier TRANSPORT HOSTS`.
 
 HOSTS is JSON: `[[PEER, ADDRESS, NAMESPACE], ...]`. Each host is a rank that enters its network namespace and carries
-out orders with the product's carrier and transport. The first line of output has the address of each peer. A line of
-standard input has orders for some peers, `{PEER: ORDER, ...}`; when all are done, the response is a line `{PEER:
-RESPONSE, ...}`. Orders: `{"open": VERSION_MAP, "holds": [SHARD, ...]}`, `{"carry": ORDER}`, `{"sum": true}`.
+out orders with the product's carrier and transport. The first line of output contains the address of each peer. Each
+line of standard input contains orders for some peers, `{PEER: ORDER, ...}`. When all these orders are done, the
+response is a line `{PEER: RESPONSE, ...}`. Orders: `{"open": VERSION_MAP, "holds": [SHARD, ...]}`, `{"carry": ORDER}`,
+`{"sum": true}`.
 """
 
 import hashlib
@@ -35,7 +36,8 @@ CARRY: TypeAdapter[CarryEdges] = TypeAdapter(CarryEdges)
 
 
 def opened(folder: Path, map: VersionMap, holds: Collection[str]) -> StagedVersion:
-    """Create the files of a version, with the shards `holds` filled. Files of an earlier version are deleted."""
+    """Create the files of a version. The shards in `holds` are filled with data. Files of an earlier version are
+    deleted."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     staged = StagedVersion(folder, OpenVersion(map))

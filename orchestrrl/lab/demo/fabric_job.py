@@ -1,8 +1,9 @@
-"""Small training jobs that demonstrate windows: torch and gloo, with ranks forked from a process that imported torch.
+"""Run small training jobs whose pauses are windows for circuit changes. The jobs use torch and gloo, and their ranks
+are forked from a process that has imported torch.
 
 Compute is simulated by sleeping. An iteration consists of a forward pass with one EP all-to-all per layer, a pause
-without traffic, a backward pass with overlapped DP all-reduces of gradient buckets, and the optimizer's pause. Every
-`SEND_WEIGHTS_EVERY` iterations, weights are broadcast.
+without traffic, a backward pass with overlapped DP all-reduces of gradient buckets, and a pause for the optimizer.
+Every `SEND_WEIGHTS_EVERY` iterations, weights are broadcast.
 
 `python -m orchestrrl.lab.demo.fabric_job` reads orders from standard input and responds to each with one line of JSON:
 
@@ -11,8 +12,8 @@ without traffic, a backward pass with overlapped DP all-reduces of gradient buck
     {"stop": NAME}                      exit statuses of the ranks
 
 The collectives of a job with rings are recorded (the folder orchestrrl/integrations/instrument is on PYTHONPATH), and
-its rank 0 announces periods. The start time of each rank's pauses is written to `stamps`. Standard library and torch
-only, because it runs without OrchestrRL's dependencies.
+its rank 0 announces periods. The start time of each rank's pauses is written to `stamps`. The module uses only the
+standard library and torch, because it runs without OrchestrRL's dependencies.
 """
 
 import contextlib
@@ -43,7 +44,8 @@ ELEMENTS = 4096
 
 
 class Stamps:
-    """Shared memory with two words per rank: the number of pauses, and the start of the latest in nanoseconds."""
+    """Shared memory with two integers per rank: the number of pauses, and the start time of the latest pause in
+    nanoseconds."""
 
     def __init__(self, path: Path, rank: int) -> None:
         with path.open("r+b") as file:
@@ -56,7 +58,8 @@ class Stamps:
 
 
 class JobRank:
-    """One rank of a job. The EP groups are the two halves of the job, one per PoD; a DP group has one rank of each."""
+    """One rank of a job. The EP groups are the two halves of the job, one per PoD; a DP group has one rank of each
+    half."""
 
     def __init__(self, order: "JobOrder", recorder: ModuleType | None, stamps: Stamps) -> None:
         self._rank, half = dist.get_rank(), order.ranks // 2
@@ -137,7 +140,7 @@ class JobOrder:
 
 
 def run_rank(order: JobOrder, rank: int, line: Connection) -> None:
-    """Run iterations in a forked process until None is received or the other end of the pipe is closed."""
+    """Run iterations in a forked process. Returns when it receives None or the other end of the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent process ends the job
     torch.set_num_threads(1)
     recorder: ModuleType | None = None

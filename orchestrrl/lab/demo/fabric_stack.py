@@ -1,8 +1,8 @@
-"""A daemon with a small site, its switches in a separate process, an agent that reads this machine's rings, and the
-jobs of fabric_job.py.
+"""The processes of the fabric demo: a daemon with a small site, its switches in a separate process, an agent that reads
+the rings on this machine, and the jobs of fabric_job.py.
 
-Afterwards, the daemon reports the outcome of each period, the switches the commands received and their times, and the
-recorders of the job's ranks when collectives were in flight.
+Afterwards, the daemon reports the outcome of each period, the switches report the commands that they received and when,
+and the recorders of the job's ranks report when collectives were in flight.
 """
 
 import json
@@ -56,30 +56,32 @@ class CommitRecord:
 
 
 class RecordedTraffic:
-    """The recorded events of every rank, and the quiet intervals without a collective in flight on any rank: disjoint,
-    ascending, in the host's monotonic clock; the first and the last are unbounded."""
+    """The recorded events of every rank, and the quiet intervals during which no rank has a collective in flight. The
+    intervals are disjoint and ascending, in seconds of the host's monotonic clock; the first and the last interval are
+    unbounded."""
 
     def __init__(self, traces: Mapping[int, Sequence[RingEvent]]) -> None:
-        """Compute the quiet intervals. A collective that has not ended is in flight indefinitely."""
+        """Compute the quiet intervals. A collective that has not ended is treated as in flight forever."""
         self.traces = traces
         collectives = [event for events in traces.values() for event in events if event.is_collective]
         busy = [(event.start_ns / 1e9, (event.end_ns or 2**62) / 1e9) for event in collectives]
         self._quiet = common_quiet([[(-inf, -inf), *busy, (inf, inf)]])
 
     def during(self, start_s: float, end_s: float) -> float:
-        """Return the seconds of an interval during which a collective was in flight."""
+        """Return the number of seconds of an interval during which a collective was in flight."""
         quiet_s = (min(until_s, end_s) - max(since_s, start_s) for since_s, until_s in self._quiet)
         return end_s - start_s - sum(each_s for each_s in quiet_s if each_s > 0)
 
     def quiet_around(self, at_s: float) -> Interval | None:
-        """Return the pause between two collectives that contains `at_s`, or None."""
+        """Return the pause between two collectives that contains `at_s`, or None if a collective is in flight at that
+        time."""
         return next((pause for pause in self._quiet[1:-1] if pause[0] <= at_s < pause[1]), None)
 
 
 @dataclass(frozen=True, slots=True)
 class PeriodOutcomes:
-    """The fabric's status with the last periods, their commits in order, and the traffic of the running jobs. `set_s`
-    are the times at which mirrors of any switch were commanded to move."""
+    """The fabric's status with its last periods, the commits of these periods in chronological order, and the traffic
+    of the running jobs. `set_s` contains the times at which the mirrors of any switch were commanded to move."""
 
     status: fabric_pb2.FabricStatus
     commits: Sequence[CommitRecord]
@@ -88,7 +90,7 @@ class PeriodOutcomes:
 
     @property
     def outside(self) -> list[CommitRecord]:
-        """Commits during which a rank had a collective in flight."""
+        """The commits during which a rank had a collective in flight."""
         return [each for each in self.commits if self.traffic.during(each.commanded_s, each.usable_s) > 0]
 
 
@@ -98,12 +100,12 @@ class FabricDemoStack(Stack):
 
     @property
     def rings(self) -> Path:
-        """The folder to which jobs are recorded."""
+        """The folder in which the recorders of jobs write their rings."""
         return self.folder / "rings"
 
     async def start_job(self, name: str, window_s: float, *, recorded: bool = True) -> Path:
         """Start a job and return the file to which it writes the start times of its pauses. For a recorded job, wait
-        until the daemon reports all its ranks, because earlier announcements may be lost."""
+        until the daemon reports all ranks of the job, because earlier announcements may be lost."""
         stamps = self.folder / f"{name}.stamps"
         stamps.write_bytes(bytes(2 * RANKS * WORD_BYTES))
         files = {"store": str(self.folder / f"{name}.store"), "stamps": str(stamps)}
@@ -119,7 +121,7 @@ class FabricDemoStack(Stack):
         return stamps
 
     async def turn(self, job: str, iterations: int) -> list[float]:
-        """Run iterations and return the seconds that each took on its slowest rank."""
+        """Run iterations of a job, and return the seconds that each iteration took on its slowest rank."""
         taken_s: list[float] = await self.job_request(turn=job, iterations=iterations)
         return taken_s
 
@@ -129,7 +131,8 @@ class FabricDemoStack(Stack):
 
     async def outcome(self) -> PeriodOutcomes:
         """Wait until all periods have ended, and return the reports of the daemon, the switches and the recorders.
-        Raises Permanent if an event was overwritten before it was read."""
+        Raises Permanent if an event was overwritten before it was read, or the host's clock was changed during the
+        run."""
 
         async def over() -> fabric_pb2.FabricStatus | None:
             status = await self.fabric(PERIODS_ASKED)

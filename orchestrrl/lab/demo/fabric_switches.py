@@ -1,8 +1,9 @@
-"""Virtual switches of the fabric demo in a separate process: `python -m orchestrrl.lab.demo.fabric_switches OPTIONS ID
-...`.
+"""Run the virtual switches of the fabric demo in a separate process: `python -m orchestrrl.lab.demo.fabric_switches
+OPTIONS ID ...`.
 
-OPTIONS are the options of the driver `virtual` as JSON. Prints a line of JSON with the port at which each switch serves
-`OcsDriver`. The response to each line of standard input is a line with the commands so far. Ends with its input.
+OPTIONS are the options of the driver `virtual` as JSON. The process prints a line of JSON with the port at which each
+switch serves `OcsDriver`. For each line of standard input, it prints a line with the commands received so far. It exits
+when its standard input is closed.
 """
 
 import asyncio
@@ -17,7 +18,8 @@ from orchestrrl.rpc.ocs_server import serve_driver
 
 
 class NotingSwitch(VirtualSwitch):
-    """A virtual switch that records when it receives changes and when its mirrors start to move, in Unix time."""
+    """A virtual switch that records the times (Unix time) at which it receives changes and at which its mirrors start
+    to move."""
 
     def __init__(self, device: str, **options: Any) -> None:
         super().__init__(device, **options)

@@ -1,4 +1,4 @@
-"""Run the same step on a pinned fleet and on one that the planner can redeploy, and return both outcomes."""
+"""Run the same step on a pinned fleet and on a fleet that the planner can redeploy, and return both outcomes."""
 
 import asyncio
 import contextlib
@@ -51,7 +51,7 @@ class Resumption:
 
 @dataclass(frozen=True, slots=True)
 class ObservedRedeployment:
-    """A redeployment that a plan caused. The daemon's reports and plans are in wall-clock seconds."""
+    """A redeployment that was caused by a plan. Times in the daemon's reports and plans are in wall-clock seconds."""
 
     report: Mapping[str, Any]
     plan: Mapping[str, Any]
@@ -60,13 +60,13 @@ class ObservedRedeployment:
 
     @property
     def redeploying_s(self) -> float:
-        """Seconds from the fence until requests were sent to the new engines."""
+        """The number of seconds from the fence until requests were sent to the new engines."""
         closed_s = self.report["closed_s"]
         return 0.0 if closed_s is None else float(closed_s)
 
     @property
     def total_s(self) -> float:
-        """Seconds from the fence until the last held request continued."""
+        """The number of seconds from the fence until the last held request continued."""
         return self.redeploying_s + (self.resumption.last_s if self.resumption else 0.0)
 
     @property
@@ -76,8 +76,8 @@ class ObservedRedeployment:
 
 @dataclass(slots=True, kw_only=True)
 class RedeploySeed(ComparedStep):
-    """The step with the planner pinned (baseline) and free. The records are in engine seconds; all other fields are of
-    the free run, in wall-clock seconds."""
+    """The step of one seed, run with the planner pinned (the baseline) and free. The times of the two step records are
+    in engine seconds; all other fields describe the free run, in wall-clock seconds."""
 
     began_s: float
     snapshots: list[FlightSnapshot]
@@ -167,7 +167,7 @@ async def _add_redeployments(outcome: RedeploySeed, control: ControlClient, know
 
 
 async def _redeployments(control: ControlClient) -> list[dict[str, Any]]:
-    """Return all redeployments with their steps, oldest first."""
+    """Return the daemon's reports of all redeployments with their steps, oldest first."""
     listed = await control.call(control.control.ListRedeployments, control_pb2.ListRedeploymentsRequest())
     reports = []
     for redeployment in sorted(listed.redeployments, key=lambda redeployment: redeployment.created_unix_s):
@@ -180,8 +180,8 @@ async def _redeployments(control: ControlClient) -> list[dict[str, Any]]:
 def resumption(
     report: Mapping[str, Any], plan: Mapping[str, Any], snapshots: Sequence[FlightSnapshot]
 ) -> Resumption | None:
-    """Return the resumption of held requests as observed in snapshots, or None if none was observed. The function has
-    no side effects."""
+    """Return the resumption of held requests as observed in snapshots, or None if no resumed request was observed. The
+    function has no side effects."""
     admitted = [step["began_unix_s"] + step["elapsed_s"] for step in report["steps"] if step["kind"] == "admit"]
     fenced = [step["began_unix_s"] for step in report["steps"] if step["kind"] == "fence"]
     if not admitted or not fenced:

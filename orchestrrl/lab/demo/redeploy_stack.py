@@ -40,7 +40,8 @@ class RedeployStack(Stack):
     control: ControlClient
 
     async def begin_with(self, configuration: str, reason: str) -> None:
-        """Redeploy the fleet to a configuration and wait until it is ready for a step. Raises Permanent."""
+        """Redeploy the fleet to a configuration and wait until it is ready for a step. Raises Permanent if the
+        redeployment fails."""
         status = await self.status()
         if {worker.configuration for worker in status.workers} != {configuration}:
             target = control_pb2.RedeployTarget(configuration=configuration)
@@ -53,7 +54,7 @@ class RedeployStack(Stack):
         await self.until_reported(1, ("gateway",))
 
     async def pin(self) -> None:
-        """Pin the planner to the current fleet."""
+        """Pin the planner to the current fleet, so that it does not redeploy."""
         await self.control.call(self.control.control.PinPlan, control_pb2.PinPlanRequest(reason="for comparison"))
 
     async def release(self) -> None:
@@ -89,8 +90,8 @@ async def _end_engines(config_path: Path) -> None:
 
 
 def modelled_switch_s(deployment: DeploymentSection, name: str) -> float:
-    """Return the profile's engine seconds to switch to a configuration: half for the sleep of the replaced engines,
-    half for the wake-up of the new ones."""
+    """Return the duration of a switch to a configuration in engine seconds, from the profile. Half of it is for the
+    sleep of the replaced engines, half for the wake-up of the new engines."""
     return _straight(deployment)[name].switch_s
 
 
@@ -99,7 +100,8 @@ def _straight(deployment: DeploymentSection) -> dict[str, Configuration]:
 
 
 def _daemon_config(scenario: DemoScenario, deployment: DeploymentSection, folder: Path) -> dict[str, Any]:
-    """Return the daemon's configuration in wall-clock seconds: engines run faster by the scenario's `speed`."""
+    """Return the daemon's configuration in wall-clock seconds. Engines run faster than real time by the scenario's
+    `speed`."""
     speed = scenario.speed
     asleep_s = modelled_switch_s(deployment, deployment.standby) / 2 / speed
     options = {"lengths": write_lengths(scenario, folder), "tick_s": scenario.tick_s, "sleep_s": asleep_s}
@@ -133,8 +135,8 @@ def _daemon_config(scenario: DemoScenario, deployment: DeploymentSection, folder
 
 @dataclass(frozen=True, slots=True)
 class ObservedFabric:
-    """The circuits on the switches, by PoD (empty for the core) and endpoints, and the daemon's reports of periods,
-    newest first."""
+    """The circuits on the switches, by PoD (empty for the core) and pair of endpoints, and the daemon's reports of
+    periods, newest first."""
 
     circuits: Mapping[tuple[str, str, str], int]
     periods: Sequence[Mapping[str, Any]]
@@ -188,9 +190,9 @@ async def fabric_now(control: ControlClient, site: Site) -> ObservedFabric:
 
 
 def followed(redeployment: Mapping[str, Any], fabric: ObservedFabric) -> dict[str, Any] | None:
-    """Return the change of circuits announced in the step `admit` of a redeployment, as in the report, or None.
-    `switches_wall_s` is the time from each command until its circuits were usable, summed over commands. The function
-    has no side effects."""
+    """Return the report of the circuit change that was announced in the step `admit` of a redeployment, or None if no
+    change was announced. `switches_wall_s` is the time from each command until its circuits were usable, summed over
+    commands. The function has no side effects."""
     for step in redeployment["steps"]:
         if step["kind"] != "admit" or step["began_unix_s"] is None:
             continue

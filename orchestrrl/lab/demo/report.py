@@ -1,4 +1,4 @@
-"""JSON reports of the demos (report.json, sync.json, redeployment.json), and plots of remaining requests."""
+"""Write the JSON reports of the demos (report.json, sync.json, redeployment.json), and plots of remaining requests."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def as_json(demo: DemoOutcome) -> dict[str, Any]:
-    """Return the report of `make demo`, with the data to verify its figures."""
+    """Return the report of `make demo`, including the data from which its numbers can be verified."""
     return {
         "engine": demo.engine,
         "requests": len(demo.seeds[0].samples),
@@ -80,7 +80,7 @@ def sync_json(synced: SyncOutcome) -> dict[str, Any]:
 
 
 def draw(demo: DemoOutcome, path: Path) -> None:
-    """Plot the requests in flight over time of both runs, one panel per seed (figure 11 of the paper)."""
+    """Plot the requests in flight over time in both runs, with one panel per seed (figure 11 of the paper)."""
     count = len(demo.seeds)
     figure, [panels] = axes(1, count, width=1.2 + 3.1 * count, height=3.4, sharey=True)
     for axis, outcome in zip(panels, demo.seeds, strict=True):
@@ -95,7 +95,7 @@ def draw(demo: DemoOutcome, path: Path) -> None:
 
 
 def draw_remaining(axis: "Axes", arms: Mapping[str, DemoStepRecord], total: int) -> None:
-    """Plot the requests in flight and the end of two runs. The first run is the baseline."""
+    """Plot the requests in flight over time, and the end time, of two runs. The first run is the baseline."""
     for (label, record), colour in zip(arms.items(), ("#888888", "#1f77b4"), strict=True):
         points = countdown(sorted(record.finish_s.values()), total - len(record.finish_s))
         axis.step(*zip(*points, strict=True), where="post", label=label, color=colour)
@@ -113,8 +113,8 @@ PAPER = {"at_s": 272.0, "total_s": 7.5, "redeploying_s": 1.5, "kv_recompute_s": 
 
 
 def redeploy_json(demo: RedeployDemo) -> dict[str, Any]:
-    """Return the report of the redeployment demo. Times are engine seconds, comparable with the paper's, except those
-    named wall_s and those inside the daemon's reports and plans."""
+    """Return the report of the redeployment demo. Times are in engine seconds, comparable with the paper's, except
+    fields named wall_s and times inside the daemon's reports and plans, which are in wall-clock seconds."""
     speed = demo.scenario.speed
     return {
         "requests": len(demo.seeds[0].samples),
@@ -182,7 +182,8 @@ def at_s(redeployed: ObservedRedeployment, outcome: RedeploySeed, speed: float) 
 
 
 def draw_redeployment(demo: RedeployDemo, path: Path) -> None:
-    """Plot, above, the requests in flight in both runs; below, the requests per GPU and engine in the free run."""
+    """Plot two panels: the requests in flight in both runs (top), and the requests per GPU and engine in the run with
+    redeployments (bottom)."""
     count, speed = len(demo.seeds), demo.scenario.speed
     figure, panels = axes(2, count, width=1.6 + 5.4 * count, height=5.6)
     for column, outcome in enumerate(demo.seeds):

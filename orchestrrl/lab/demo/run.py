@@ -26,8 +26,8 @@ ALL_ENTRIES = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class MethodMark:
-    """Moves with context by one method, of requests that moved by the predicted method and continued. Times are
-    medians in engine seconds."""
+    """The predicted and actual times of moves by one method, for requests with context that moved by the predicted
+    method and continued. Times are medians in engine seconds."""
 
     method: str
     moves: int
@@ -40,7 +40,8 @@ class MethodMark:
 
 @dataclass(frozen=True, slots=True)
 class OracleMark:
-    """The result of an oracle that is given all lengths, and a lower bound for any schedule."""
+    """The result of an oracle that is given all output lengths, and a lower bound on the step's duration for any
+    schedule."""
 
     makespan_s: float
     static_s: float  # the static placement, simulated in the same way
@@ -76,7 +77,8 @@ class DemoOutcome(ComparedDemo[SeedOutcome]):
 
     @property
     def gain_kept(self) -> float | None:
-        """The fraction of the oracle's gain that OrchestrRL achieved, or None without an oracle or a gain of it."""
+        """The fraction of the oracle's gain that OrchestrRL achieved, or None if there is no oracle or the oracle has
+        no gain."""
         oracle_ratio = self.oracle_ratio_median
         if oracle_ratio is None or oracle_ratio <= 1:
             return None
@@ -84,7 +86,8 @@ class DemoOutcome(ComparedDemo[SeedOutcome]):
 
     @property
     def limit(self) -> tuple[float, int, int] | None:
-        """The largest share of a step that its longest response takes alone, with its tokens and the seed."""
+        """The largest fraction of a step that the step's longest response would take alone on an engine, with the
+        number of tokens of that response and the seed; None without an oracle."""
         return max(
             (
                 (outcome.oracle.lower_bound_s / outcome.shown.makespan_s, outcome.oracle.longest_tokens, outcome.seed)
@@ -98,8 +101,8 @@ class DemoOutcome(ComparedDemo[SeedOutcome]):
 async def run_demo(
     scenario: DemoScenario, engine: str, seeds: Sequence[int], out_dir: Path, report: Report
 ) -> DemoOutcome:
-    """Run every seed without OrchestrRL, then start it for the same engines and run every seed again, then sync new
-    weights."""
+    """Run every seed without OrchestrRL, then start OrchestrRL for the same engines and run every seed again, then sync
+    new weights if the scenario has any."""
     async with _fleet(scenario, engine, out_dir, report) as (fleet, engines):
         outcomes = []
         for seed in seeds:
@@ -162,7 +165,8 @@ def _oracle(scenario: DemoScenario, step: Sequence[Sample]) -> OracleMark:
 
 
 async def marks_by_method(control: ControlClient, speed: float) -> list[MethodMark]:
-    """Return the marks of all moves in the daemon's journal. `speed` is engine seconds per wall-clock second."""
+    """Return a mark for each method of the moves in the daemon's journal. `speed` is engine seconds per wall-clock
+    second."""
     wanted = control_pb2.WatchJournalRequest(
         tail=ALL_ENTRIES, kinds=[EntryKind.OPERATION_INTENT, EntryKind.OPERATION_RESULT]
     )
@@ -183,7 +187,7 @@ async def marks_by_method(control: ControlClient, speed: float) -> list[MethodMa
 
 
 def _mark(method: MoveMethod, moved: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], speed: float) -> MethodMark:
-    """Return the medians of one method. `moved` are pairs of order and result."""
+    """Return the medians of one method. `moved` contains pairs of a move's order and its result."""
     predicted_s, other_s = (speed * median(order[name] for order, _ in moved) for name in ("predicted_s", "other_s"))
     actual_s = speed * median(item["duration_s"] for _, item in moved)
     context_tokens = median(item["loaded_tokens"] + item["recomputed_tokens"] for _, item in moved)

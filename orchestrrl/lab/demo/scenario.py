@@ -30,8 +30,8 @@ class DemoFabricSection(ScenarioSection):
 
 
 class DeploymentSection(ScenarioSection):
-    """Engines that the daemon starts and can replace. Their costs are those of a built-in profile. Replaced engines
-    sleep until they are needed again."""
+    """Engines that the daemon starts and can replace. The costs of engines are those of a built-in profile. Replaced
+    engines sleep until they are needed again."""
 
     profile: str
     gpus: Count
@@ -43,14 +43,14 @@ class DeploymentSection(ScenarioSection):
 
 
 class SyncSection(ScenarioSection):
-    """Weights that a trainer publishes during a step. For vLLM, they are weights of its model."""
+    """The weights that a trainer publishes during a step. For vLLM, these are weights of the model that it serves."""
 
     prompts: Count  # prompts of that step
     max_tokens: Count
 
 
 class DemoScenario(ScenarioSection):
-    """One generation step, run with several seeds."""
+    """The scenario of a demo: one generation step that is run with several seeds."""
 
     engines: Count
     engine: SimulatedOptions  # step times are ignored by vLLM
@@ -74,7 +74,7 @@ class DemoScenario(ScenarioSection):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request of the step."""
+    """One request of the generation step."""
 
     id: RequestId
     group: str  # the name of the prompt
@@ -132,7 +132,7 @@ def expected_answers(scenario: DemoScenario, step: Sequence[Sample]) -> dict[Req
 
 
 def expected_ids(scenario: DemoScenario, sample: Sample) -> list[int]:
-    """Return the response of an undisturbed simulated engine, computed without an engine."""
+    """Return the response that an undisturbed simulated engine gives to the sample, computed without an engine."""
     generation = TokenModel(lengths=scenario.lengths).begin(sample.prompt_ids)
     ids = [generation.next_token()[0] for _ in range(sample.output_tokens)]
     if generation.answer_tokens <= scenario.max_tokens:

@@ -61,8 +61,8 @@ def write_lengths(scenario: DemoScenario, out_dir: Path) -> Path:
 async def orchestrrl(
     scenario: DemoScenario, kind: str, running: Sequence[LocalEngine], out_dir: Path
 ) -> AsyncIterator[Stack]:
-    """Start a daemon, an agent and a gateway for running engines. Yield them when all have reported; stop them on
-    exit."""
+    """Start a daemon, an agent and a gateway for running engines. Yield the started stack when all engines, the agent
+    and the gateway have reported to the daemon. Stop the processes on exit."""
     control, urls = scenario.control, named([engine.url for engine in running])
     async with Stack(out_dir) as stack:
         await stack.start_daemon(_daemon_config(scenario, urls))

@@ -40,8 +40,8 @@ class DemoStepRecord:
 
 @dataclass(slots=True)
 class ComparedStep:
-    """One step that is run twice: as a baseline and with the demonstrated feature. `expected` are the responses of an
-    undisturbed run; None means those of the baseline."""
+    """One step that is run twice: as a baseline and with the demonstrated feature. `expected` contains the responses of
+    an undisturbed run; None means the responses of the baseline."""
 
     seed: int
     samples: list[Sample]
@@ -55,13 +55,13 @@ class ComparedStep:
 
     @property
     def lost(self) -> list[RequestId]:
-        """Requests without a response, once for each run."""
+        """The requests without a response; a request that has none in either run is listed twice."""
         runs = (self.baseline, self.shown)
         return [sample.id for sample in self.samples for record in runs if sample.id not in record.answers]
 
     @property
     def differing(self) -> list[RequestId]:
-        """Requests whose tokens, in either run, differ from those of an undisturbed run."""
+        """The requests whose tokens, in either run, differ from the tokens of an undisturbed run."""
         expected, runs = self.baseline.answers if self.expected is None else self.expected, (self.baseline, self.shown)
         return [id for id, ids in expected.items() if any(record.answers.get(id, ids) != ids for record in runs)]
 
@@ -100,7 +100,7 @@ class ComparedDemo(Generic[Step]):
 
 @dataclass(frozen=True, slots=True)
 class DemoFleet:
-    """Running engines of one kind, and their clients. Created by `connected`."""
+    """The running engines of one kind, with a client for each engine. Created by `connected`."""
 
     scenario: DemoScenario
     kind: str
@@ -117,12 +117,13 @@ class DemoFleet:
         begun: Callable[[], Awaitable[None]] | None = None,
         spans: bool = False,
     ) -> DemoStepRecord:
-        """Send all samples at once, through a gateway or, without one, each to its assigned engine. Return when all
-        responses have arrived.
+        """Send all samples at once, through a gateway or, without a gateway, each to its assigned engine. Return when
+        all responses have arrived.
 
         Simulated engines are frozen until they have every request: submission takes the same wall time at any engine
-        speed, so it must not count as engine time. `begun` is awaited after that, while the engines run. With `spans`,
-        request the policy version of each token from the gateway. Failures of single requests are recorded, not raised.
+        speed, so it must not count as engine time. When all requests are submitted and the engines run, `begun` is
+        awaited. With `spans`, request the policy version of each token from the gateway. Failures of single requests
+        are recorded, not raised.
         """
         hold, record = self.kind == "simulated", DemoStepRecord(idle_s=[0.0] * len(self.clients))
         run = _StepRun(self, record, partial(self.report, label), len(step), spans)
@@ -205,8 +206,8 @@ class _StepRun:
         return sum(reading.running + reading.waiting for reading in readings) >= self.total
 
     async def sample_idle(self) -> None:
-        """Add the time since the last sample to each engine without running requests. An engine that does not respond
-        is busy."""
+        """Add the time since the last sample to the idle time of each engine without running requests. An engine that
+        does not respond counts as busy."""
         readings = await asyncio.gather(*(engine.metrics() for engine in self.fleet.clients), return_exceptions=True)
         now_s = self.elapsed_s()
         for index, reading in enumerate(readings):

@@ -1,5 +1,5 @@
-"""Run a weight sync with requests in flight: publish one version at rest and the next during a step, then check each
-token against the version that its span names."""
+"""Run a weight sync with requests in flight: publish one version before a step and the next version during it. Then
+compare each token with the tokens that the version named by its span generates."""
 
 import asyncio
 import shutil
@@ -62,7 +62,7 @@ class SyncOutcome:
 
 @dataclass(frozen=True, slots=True)
 class AnswerStretch:
-    """The tokens of one span of a response, with their context: the prompt and all earlier tokens."""
+    """The tokens of one span of a response, with their context: the prompt and all earlier tokens of the response."""
 
     sample: Sample
     version: int | None
@@ -71,7 +71,8 @@ class AnswerStretch:
 
 
 async def run_sync(fleet: DemoFleet, stack: Stack) -> SyncOutcome:
-    """Publish two versions, the second during a step, and return its outcome. Raises Permanent if a sync fails."""
+    """Publish two versions, the second one during a step, and return the outcome of the second publication. Raises
+    Permanent if a sync fails."""
     scenario, is_simulated = fleet.scenario, fleet.kind == "simulated"
     assert scenario.sync is not None, "the scenario has a section `sync`"
     smaller = scenario.model_copy(update={"prompts": scenario.sync.prompts, "max_tokens": scenario.sync.max_tokens})
@@ -121,8 +122,8 @@ async def run_sync(fleet: DemoFleet, stack: Stack) -> SyncOutcome:
 
 
 async def _start_peers(fleet: DemoFleet, stack: Stack, home: Path) -> dict[int, Path]:
-    """Start a peer for the trainer and for each of two hosts that share the engines. They stop with the stack. Return
-    the checkpoint of each version once the peers are attached."""
+    """Start a peer for the trainer and for each of two hosts that share the engines. The peers stop with the stack.
+    Wait until all peers are attached, and return the checkpoint of each version."""
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
     hosts: dict[str, dict[str, str]] = {TRAINER: {}}
@@ -144,7 +145,7 @@ async def _start_peers(fleet: DemoFleet, stack: Stack, home: Path) -> dict[int, 
 
 
 def _write(folder: Path, seed: int) -> None:
-    """Write random weights, which determine the responses of simulated engines."""
+    """Write a checkpoint of random weights, which determine the responses of simulated engines."""
     layout = lay_out([TensorMeta(f"model.layers.{layer}.weight", "F32", SHAPE) for layer in range(LAYERS)])
     chance = np.random.default_rng(seed)
     folder.mkdir()
@@ -155,8 +156,8 @@ def _write(folder: Path, seed: int) -> None:
 
 
 async def _under_way(daemon_address: str, engines: int) -> None:
-    """Wait until the gateway has reported running requests on every engine; busy engines would respond late. Raises
-    Permanent."""
+    """Wait until the gateway has reported running requests on every engine, or the step has ended. The engines
+    themselves are not queried, because busy engines would respond late. Raises Permanent if the wait times out."""
     seen: set[str] = set()
     async with ControlClient(daemon_address) as control:
 
@@ -173,7 +174,7 @@ async def _under_way(daemon_address: str, engines: int) -> None:
 
 
 def stretches(step: Sequence[Sample], record: DemoStepRecord) -> list[AnswerStretch]:
-    """Return the stretches of all responses, in the order of the step."""
+    """Return the stretches of all responses, in the order of the step's requests."""
     found = []
     for sample in step:
         ids = record.answers.get(sample.id, [])
@@ -184,8 +185,8 @@ def stretches(step: Sequence[Sample], record: DemoStepRecord) -> list[AnswerStre
 
 
 def simulated_ids(scenario: DemoScenario, seeds: Mapping[int, int], stretch: AnswerStretch) -> list[int]:
-    """Return the tokens with which a simulated engine of that version continues, computed without an engine. `seeds`
-    maps each version to the seed of its weights."""
+    """Return the tokens with which a simulated engine with the stretch's version continues the context, computed
+    without an engine. `seeds` maps each version to the seed of its weights."""
     if stretch.version is None or stretch.version not in seeds:
         return []
     model = TokenModel(lengths=scenario.lengths, weights_seed=seeds[stretch.version])
@@ -197,7 +198,7 @@ def simulated_ids(scenario: DemoScenario, seeds: Mapping[int, int], stretch: Ans
 
 
 def _continued(stretches: Sequence[AnswerStretch]) -> list[Sample]:
-    """Return the stretches of the new version as separate requests."""
+    """Return a separate request for each stretch of the new version, with the stretch's context as the prompt."""
     return [
         replace(
             each.sample, id=RequestId(f"again-{each.sample.id}"), prompt_ids=each.context, output_tokens=len(each.ids)
@@ -208,7 +209,7 @@ def _continued(stretches: Sequence[AnswerStretch]) -> list[Sample]:
 
 
 def _of(record: DemoStepRecord, stretch: AnswerStretch) -> list[int]:
-    """Return the response to the stretch's request, or to the request that continues it."""
+    """Return the response to the stretch's request, or to the separate request made for the stretch."""
     id = stretch.sample.id
     ids = record.answers.get(id) or record.answers.get(RequestId(f"again-{id}"), [])
     return ids[: len(stretch.ids)]

@@ -1,1 +1,1 @@
-"""The test bed of demos, benchmarks, the fabric in a box and process tests. It starts processes."""
+"""The test bed that starts the processes of demos, benchmarks, the fabric in a box and process tests."""

@@ -1,4 +1,5 @@
-"""Engines of a test bed. A function that starts an engine returns when it completes a request; the caller stops it.
+"""Engines of a test bed. A function that starts an engine returns when the engine has completed a first request; the
+caller must stop the engine.
 
 For engines that outlive their caller, see fleet/deployers/local.py.
 """
@@ -36,7 +37,8 @@ VLLM_ARGUMENTS = ("--dtype", "float32", "--enforce-eager")
 
 
 class LocalEngine(LabProcess):
-    """An engine on this machine. The stop signal is sent to all of its processes. Its port is reserved until then."""
+    """An engine on this machine. The stop signal is sent to all processes of the engine. The engine's port is reserved
+    until then."""
 
     port_holder: socket.socket | None = None
 
@@ -54,7 +56,8 @@ class LocalEngine(LabProcess):
         self._signal_all(signal.SIGTERM)
 
     async def answers(self, client: Engine, within_s: float) -> None:
-        """Wait for a first completion: `/health` succeeds before a forward pass can. Raises Permanent."""
+        """Wait until the engine has completed a first request, because `/health` succeeds before a forward pass is
+        possible. Raises Permanent if the engine exits or does not complete a request in time."""
 
         async def completes() -> bool:
             if not await client.healthy():
@@ -87,7 +90,7 @@ async def start_vllm(
 ) -> LocalEngine:
     """Serve the model in directory `model` with the vLLM CPU build of `python`'s environment, on loopback, in float32.
 
-    Each of `gpus` is a CPU core; without them, the engine is not bound to cores.
+    Each of `gpus` is the number of a CPU core; without `gpus`, the engine is not bound to cores.
 
     Returns after a first completion. Raises Permanent, with the end of its log (`log_dir/name.log`), if vLLM exits or
     is not ready in time; ProblemFaults if `arguments` or `environment` contradict the layout. The model is served under
@@ -139,7 +142,8 @@ async def start_simulated(
 
 @contextlib.asynccontextmanager
 async def all_started(starting: Iterable[Awaitable[LocalEngine]]) -> AsyncIterator[list[LocalEngine]]:
-    """Start engines in parallel and yield them. All are stopped on exit, and if one of them fails to start."""
+    """Start engines in parallel and yield them. All engines are stopped on exit, and also if one of them fails to
+    start."""
     started = await asyncio.gather(*starting, return_exceptions=True)
     running = [engine for engine in started if isinstance(engine, LocalEngine)]
     try:
@@ -152,7 +156,8 @@ async def all_started(starting: Iterable[Awaitable[LocalEngine]]) -> AsyncIterat
 
 
 async def make_model(folder: Path, seed: int = 0) -> None:
-    """Write the tiny model that vLLM serves in demos and tests. Raises Permanent."""
+    """Write the tiny model that vLLM serves in demos and tests. Raises Permanent if vLLM's environment is missing or
+    the script fails."""
     if not VLLM_PYTHON.exists():
         raise Permanent(f"{VLLM_PYTHON} is missing: run `make venv-vllm` in the repository first")
     words = (VLLM_PYTHON, MODEL_MAKER, folder, "--seed", seed)

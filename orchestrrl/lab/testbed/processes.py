@@ -1,4 +1,5 @@
-"""Processes of a test bed. Each has its own log and session, can be waited for until ready, and is reliably stopped."""
+"""Processes of a test bed. Each process has its own log and session. The caller can wait until a process is ready; all
+processes are reliably stopped."""
 
 import asyncio
 import contextlib
@@ -31,7 +32,7 @@ class LabProcess:
     """A program on this machine, started by `spawn` or `start`. Its output is written to NAME.out, its errors to
     NAME.log, or both to NAME.log with `one_log`. With `takes_input`, `request` writes a line and reads the next line.
 
-    It has its own session, so that Ctrl-C in a terminal reaches only the test bed, which then ends its processes.
+    It has its own session, so that Ctrl-C in a terminal reaches only the test bed, which then stops its processes.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class LabProcess:
         return self._process is not None and self._process.poll() is None
 
     def spawn(self) -> None:
-        """Start the process, or restart it: its log is continued, its output is truncated."""
+        """Start or restart the process. On a restart, the log is appended to and the output is truncated."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         if self._process is None:
             self.log_path.unlink(missing_ok=True)
@@ -97,8 +98,8 @@ class LabProcess:
             )
 
     async def start(self, within_s: float = READY_WITHIN_S) -> str:
-        """Start the process and return the first line of its output, which becomes its `url`. If there is none in time,
-        kill the process and raise Permanent."""
+        """Start the process and return the first line of its output, which becomes its `url`. If no line is printed
+        within `within_s`, kill the process and raise Permanent."""
         self.spawn()
         with self.killed_on_failure():
             self.url = await self.next_line(within_s)
@@ -115,7 +116,8 @@ class LabProcess:
         return line.decode(errors="replace").strip()
 
     async def next_line(self, within_s: float = READY_WITHIN_S) -> str:
-        """Wait for the next line of the output and return it. Raises Permanent if the process ends first."""
+        """Wait for the next line of the output and return it. Raises Permanent if the process ends first or prints no
+        line within `within_s`."""
 
         async def line() -> str | None:
             return self.read_line()
@@ -123,7 +125,8 @@ class LabProcess:
         return await self.until(line, within_s)
 
     async def request(self, question: Mapping[str, Any], within_s: float = ANSWER_WITHIN_S) -> Any:
-        """Write a line of JSON and return the JSON value of the next output line. Raises Permanent if it ends."""
+        """Write a line of JSON to the process's input, and return the JSON value of the next output line. Raises
+        Permanent if the process ends."""
         async with self._turn:
             self.send(question)
             return json.loads(await self.next_line(within_s))
@@ -137,7 +140,7 @@ class LabProcess:
 
     async def until(self, condition: Callable[[], Awaitable[Found | None]], within_s: float = READY_WITHIN_S) -> Found:
         """Wait until `condition` returns a true value, and return it. Raises Permanent, with the end of the log, if the
-        process ends or the time is exceeded."""
+        process ends or the wait exceeds `within_s`."""
         return await until(condition, f"{self.name} is ready", within_s, POLL_S, (self,))
 
     def check(self) -> None:
@@ -160,7 +163,7 @@ class LabProcess:
 
     @contextlib.contextmanager
     def killed_on_failure(self) -> Iterator[None]:
-        """Kill the whole session if the body fails or is cancelled."""
+        """Kill the whole session if the body of the `with` statement raises an exception or is cancelled."""
         try:
             yield
         except BaseException:
@@ -168,8 +171,8 @@ class LabProcess:
             raise
 
     async def stop(self, grace_s: float = STOP_WITHIN_S) -> int:
-        """Close the input, send SIGTERM, and after `grace_s` SIGKILL to the whole session. Return the exit status.
-        It has no effect on a process that has ended or was never started."""
+        """Close the process's input, send SIGTERM, and after `grace_s` send SIGKILL to the whole session. Return the
+        exit status. The call has no effect on a process that has ended or was never started."""
         if self._process is None:
             return 0
         try:
@@ -195,7 +198,7 @@ class LabProcess:
             await asyncio.sleep(POLL_S)
 
     def _signal_all(self, number: int) -> bool:
-        """Send a signal to the process group. Return False if it has no processes."""
+        """Send a signal to the process group. Return True on success, and False if the group has no processes."""
         try:
             os.killpg(self.pid, number)
         except ProcessLookupError:
@@ -208,7 +211,7 @@ class LabProcess:
 
 
 def command_of(*words: str | Path) -> list[str]:
-    """Return the command line of an `orchestrrl` command in this environment."""
+    """Return the command line of an `orchestrrl` command in this Python environment."""
     return [sys.executable, "-m", "orchestrrl", *map(str, words)]
 
 
@@ -218,7 +221,7 @@ def flags_of(options: Mapping[str, object]) -> list[str]:
 
 
 def free_port() -> int:
-    """Return a port of this host that is currently free."""
+    """Return a TCP port of this host that is currently free."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         port: int = holder.getsockname()[1]
@@ -233,7 +236,7 @@ async def until(
     processes: Sequence[LabProcess] = (),
 ) -> Found:
     """Wait until `condition` returns a true value, and return it. Raises Permanent if one of `processes` ends or the
-    time is exceeded; with a single process, the error includes the end of its log."""
+    wait exceeds `within_s`. If `processes` has a single process, the error includes the end of its log."""
     deadline_s = time.monotonic() + within_s
     while True:
         over = [process for process in processes if not process.running]
@@ -249,7 +252,8 @@ async def until(
 
 @contextlib.asynccontextmanager
 async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator["asyncio.Task[None]"]:
-    """Run `work` while the body runs, then cancel it. An exception of `work` is raised at the end."""
+    """Run `work` while the body of the `async with` statement runs, then cancel it. An exception of `work` is raised at
+    the end."""
     task = asyncio.create_task(work)
     try:
         yield task
@@ -261,7 +265,7 @@ async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator["asyncio.Task
 
 @contextlib.asynccontextmanager
 async def meanwhile(repeated: Callable[[], Awaitable[None]], every_s: float) -> AsyncIterator[None]:
-    """Call `repeated` every `every_s` seconds while the body runs."""
+    """Call `repeated` every `every_s` seconds while the body of the `async with` statement runs."""
 
     async def repeat() -> None:
         while True:

@@ -1,6 +1,6 @@
 """Ranks of a test bed: processes forked from a parent that has imported their modules, each connected by a pipe.
 
-Standard library only, because programs that start ranks also run without OrchestrRL's dependencies.
+The module uses only the standard library, because programs that start ranks also run without OrchestrRL's dependencies.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class Ranks:
             self._processes.append(process)
 
     def receive(self) -> list[Any]:
-        """Return the next message of each rank."""
+        """Wait for the next message of each rank, and return the messages in the order of ranks."""
         return [line.recv() for line in self._lines]
 
     def ask(self, order: object) -> list[Any]:
@@ -46,7 +46,7 @@ class Ranks:
         return self.receive()
 
     def stop(self) -> list[int | None]:
-        """Send None to all ranks, kill those that do not end, and return the exit statuses."""
+        """Send None to all ranks, kill the ranks that do not exit, and return the exit statuses."""
         for line in self._lines:
             with contextlib.suppress(OSError):  # the rank has already ended
                 line.send(None)

@@ -76,7 +76,8 @@ class Stack:
         return process.url
 
     async def start_daemon(self, document: Mapping[str, Any], *, keep_journal: bool = False) -> str:
-        """Start the daemon and return its address, which a restart reuses. The old journal is deleted unless kept."""
+        """Start the daemon and return its address, which a restart reuses. The journal of an earlier daemon is deleted
+        unless `keep_journal` is true."""
         for stale in () if keep_journal else self.folder.glob(f"{JOURNAL_FILE}*"):
             stale.unlink()
         self.configure(document)
@@ -106,7 +107,8 @@ class Stack:
         return [*words, *engine_flags("--engine", engines)]
 
     async def run(self, *words: str) -> str:
-        """Return the output of an `orchestrrl` command on this daemon. Raises Permanent if it prints nothing."""
+        """Return the output of an `orchestrrl` command that is run with this daemon's address. Raises Permanent if the
+        command prints nothing."""
         command = command_of(*words, "--daemon", self.daemon_address)
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
@@ -129,7 +131,8 @@ class Stack:
             return STATUS.from_pb(await control.call(control.weights.GetWeights, weights_pb2.GetWeightsRequest()))
 
     async def until_reported(self, engines: int, kinds: Iterable[str] = ("agent", "gateway")) -> None:
-        """Wait until `engines` engines and nodes of all `kinds` have reported to the daemon. Raises Permanent."""
+        """Wait until `engines` engines, and nodes of all `kinds`, have reported to the daemon. Raises Permanent if a
+        process of the stack ends or the wait times out."""
 
         async def reported() -> bool:
             status = await self.status()
@@ -141,7 +144,8 @@ class Stack:
         await until(reported, "every engine and the gateway report to the daemon", processes=[*self.processes.values()])
 
     async def until_attached(self, peers: Iterable[str]) -> None:
-        """Wait until these weight peers are attached to the daemon. Raises Permanent."""
+        """Wait until these weight peers are attached to the daemon. Raises Permanent if a process of the stack ends or
+        the wait times out."""
 
         async def attached() -> bool:
             return {str(peer.id) for peer in (await self.weights()).peers if peer.attached} >= set(peers)
@@ -159,12 +163,13 @@ def agent_flags(engines: Mapping[str, str]) -> list[str]:
 
 
 def named(urls: Sequence[str]) -> dict[str, str]:
-    """Return a dictionary of engine ids e0, e1, ... and their URLs."""
+    """Return a dictionary from engine ids e0, e1, ... to the given URLs."""
     return {f"e{index}": url for index, url in enumerate(urls)}
 
 
 def sped_up(configuration: Configuration, speed: float, overhead_s: float = 0.0) -> dict[str, Any]:
-    """Return a configuration for the daemon's file, in wall-clock seconds of engines that run `speed` times as fast."""
+    """Return a configuration for the daemon's file, with times converted to wall-clock seconds for engines that run
+    `speed` times as fast."""
     document = asdict(configuration)
     for name in ("alpha_s", "beta_s", "gamma_s", "switch_s"):
         document[name] /= speed

@@ -60,7 +60,8 @@ class Inventory:
 @dataclass(frozen=True, slots=True, eq=False)  # == of arrays has no single truth value
 class Pods:
     """The assignment of servers to PoDs. `apart` means that bandwidth between PoDs is lower than inside a PoD, so that
-    GPUs that exchange much data should share a PoD. Otherwise, paths between PoDs have more hops but equal bandwidth.
+    GPUs that exchange much data should share a PoD. Otherwise, paths between PoDs have more hops but the same
+    bandwidth.
     """
 
     of: Ints  # [server], numbered from 0

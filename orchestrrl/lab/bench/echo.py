@@ -20,7 +20,7 @@ NANO = 1e-9
 
 
 def poll(words: memoryview, ranks: int, wire: socket.socket, poll_s: float) -> None:
-    """Send the time of each pause until the process is terminated."""
+    """Send the start time of each pause to a socket until the process is terminated."""
     sent = 0
     while True:
         pauses = [words[2 * rank] for rank in range(ranks)]

@@ -166,7 +166,8 @@ class Optimum:
 
 
 def _both_ways(problem: AllocationProblem) -> Mapping[Pair, tuple[int, int]]:
-    """Return, for each eligible pair with demand, the bytes of the larger direction and of both directions."""
+    """Return two numbers of bytes for each eligible pair with demand: that of the direction with more bytes, and the
+    sum of both directions."""
     sent: dict[Pair, list[int]] = {}
     for (source, destination), sent_bytes in problem.demand.items():
         pair = pair_of(source, destination)

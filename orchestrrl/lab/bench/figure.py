@@ -9,7 +9,7 @@ from statistics import median
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured value with its baseline. Lower is better, for the value and for the ratio."""
+    """One measured value with its baseline. Lower values and lower ratios are better."""
 
     name: str
     value: float

@@ -1,9 +1,9 @@
 """Measure the gateway's CPU time, added latency and memory against plain proxies, routers and no proxy; and the cost of
 its ledger on disk.
 
-One engine of minimal cost serves all paths in rotation, so that noise of the machine affects all of them. The gateway
-does more than a proxy: it requests a stream of token ids from the engine, stores every token of every request, and can
-continue each request on another engine at any time.
+One engine of minimal cost serves all paths in rotation, so that noise of the machine affects all paths alike. The
+gateway does more than a proxy: it requests a stream of token ids from the engine, stores every token of every request,
+and can continue each request on another engine at any time.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class Burst:
 
 @dataclass(slots=True)
 class WaySpent:
-    """Measurements of one path to the engine, by round."""
+    """The measurements of one path to the engine, one entry per round."""
 
     served: LabProcess
     whole_s: list[float] = field(default_factory=list)  # CPU seconds per 1,000 requests
@@ -145,7 +145,7 @@ async def _all_ways(log_dir: Path, load: GatewayLoad) -> tuple[dict[str, WaySpen
 
 
 async def _rounds(spent: dict[str, WaySpent], load: GatewayLoad) -> None:
-    """Measure all paths in rotation. The first round is not counted."""
+    """Measure all paths in rotation and add the measurements to `spent`. The first round is not counted."""
     with ExitStack() as undo:
         clients = {name: undo.enter_context(closing(LoadClient(way.served.url))) for name, way in spent.items()}
         for number in range(-1, load.rounds):
@@ -202,9 +202,9 @@ _LEDGERS: dict[str, tuple[str, ...] | None] = {"plain": None, "ledger": (), "led
 
 
 def gateway_ledger(log_dir: Path, load: GatewayLoad = LEDGER_LOAD) -> list[Figure]:
-    """Measure the CPU time with `--ledger`, including the writer thread. By default the ledger does not store responses
-    that took less than 0.2 s, so single tokens are also measured with all responses stored. Raises Permanent if a
-    response is incomplete."""
+    """Measure the gateway's CPU time with `--ledger`, including the writer thread. By default the ledger does not store
+    responses that took less than 0.2 s, so single tokens are also measured with all responses stored. Raises Permanent
+    if a response is incomplete."""
     spent = asyncio.run(_with_ledgers(log_dir, load))
     plain, kept, all_kept = (spent[name] for name in _LEDGERS)
     short, long = "1 KB in, one token out", f"{STREAM_TOKENS} tokens out at 5 ms"
@@ -239,8 +239,8 @@ FILES_EACH = 2  # open files of a proxy per request: the client's connection and
 
 
 def gateway_burst(log_dir: Path, requests: int = REQUESTS) -> list[Figure]:
-    """Measure the CPU time and memory of a burst. No response takes less than 0.3 s, so that requests accumulate.
-    Clients and engine run in other processes. Raises Permanent if a response is incomplete."""
+    """Measure the gateway's CPU time and memory in a burst of requests. No response takes less than 0.3 s, so that
+    requests accumulate. Clients and engine run in other processes. Raises Permanent if a response is incomplete."""
     with _many_files() as files:
         at_once = min(requests, (files - 200) // FILES_EACH)
         ours, theirs = asyncio.run(_bursts(log_dir, at_once))
@@ -269,7 +269,7 @@ async def _bursts(log_dir: Path, requests: int) -> list[Burst]:
 
 
 def _peak_bytes(pid: int) -> int:
-    """Return the peak resident memory of the process so far."""
+    """Return the peak resident memory of the process so far, in bytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) << 10
 

@@ -71,7 +71,7 @@ class RoutingOutcome:
 
 
 async def outcome(load: ArrivalLoad, seed: int, policy: str, depth: int) -> RoutingOutcome:
-    """Run one step of `load` and return its outcome. The samples of a prompt arrive together."""
+    """Run one step of `load` and return the step's outcome. The samples of a prompt arrive together."""
     clock, requests = VirtualClock(), requests_of_step(load.step, seed, 0)
     finished: list[CountedRecord] = []
     kind = load.kind

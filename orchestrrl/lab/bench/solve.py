@@ -37,7 +37,7 @@ LENGTH_MEDIAN, LENGTH_SIGMA = 4_500.0, 1.0  # lognormal distribution, in tokens
 
 
 def step(gpus: int, seed: int) -> MakespanProblem:
-    """Return a problem in the middle of a step: requests on instances of two GPUs, unevenly distributed."""
+    """Return a problem in the middle of a step: requests that are unevenly distributed over instances of two GPUs."""
     rng = np.random.default_rng(seed)
     count, engines = gpus * REQUESTS_PER_GPU, gpus // 2
     generated = rng.integers(0, 3_000, count)
@@ -68,7 +68,7 @@ def step(gpus: int, seed: int) -> MakespanProblem:
 
 
 def _longer(rng: np.random.Generator, generated: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Sample lengths of requests, conditioned on exceeding the tokens generated so far."""
+    """Sample the output lengths of requests, conditioned on exceeding the number of tokens generated so far."""
     lengths = np.zeros(len(generated))
     while (short := np.flatnonzero(lengths <= generated)).size:
         lengths[short] = LENGTH_MEDIAN * np.exp(LENGTH_SIGMA * rng.standard_normal(short.size))

@@ -64,7 +64,8 @@ def _command_s(command: Sequence[str], environment: Mapping[str, str]) -> float:
 
 
 async def _processes_s(folder: Path) -> dict[str, float]:
-    """Return the CPU seconds of an engine, an agent, a daemon that plans, a gateway and a weight peer."""
+    """Return the CPU seconds that each process needs until it is ready: an engine, an agent, a daemon that plans, a
+    gateway and a weight peer."""
     async with Stack(folder) as stack:
         engine = stack.command("engine", "engine", "simulated", "--port", "0")
         engines = {"e0": await stack.served(engine)}

@@ -1,4 +1,5 @@
-"""Measure plans of weight syncs: their distance from the lower bound on regular sites, and the planning time.
+"""Measure the plans of weight syncs: the ratio of their duration to the lower bound on regular sites, and the planning
+time.
 
 The bound ignores that circuits are integral and that chunks take time to forward. The naive plan is the best plan in
 which every receiver receives directly from a holder.

@@ -1,7 +1,7 @@
 """The compared paths to an engine: direct, through the gateway, and through other proxies and routers.
 
-The load consists of completions that are sent over the HTTP connections that the gateway also uses to engines, and
-parsed with minimal work.
+The load consists of completions. They are sent with the gateway's HTTP client for engines, and the responses are parsed
+with minimal work.
 """
 
 import asyncio
@@ -124,7 +124,7 @@ class TimedResponse:
 
 
 def request(*, max_tokens: int, stream: bool) -> bytes:
-    """Return the body of a completion request of `BODY_BYTES`."""
+    """Return the body of a completion request with a size of `BODY_BYTES`."""
     asked = {"model": MODEL, "temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, "stream": stream}
     empty = json.dumps({**asked, "prompt": ""})
     return json.dumps({**asked, "prompt": ("a request of one kilobyte " * 64)[: BODY_BYTES - len(empty)]}).encode()

@@ -88,7 +88,7 @@ class Cycle:
         self._note(intent, began_s, report, [before], [after])
 
     async def training(self, intent: Intent, trainer: TestbedTrainer) -> None:
-        """Run training. Circuits change in one of the trainer's pauses while it continues to run."""
+        """Run training. Circuits change in one of the trainer's pauses while the trainer continues to run."""
         began_s, first, iterations = time.monotonic(), len(trainer.bursts), self.order.iterations
         within_s = ANNOUNCED_FOR * (self.order.collective_s + self.order.pause_s)
         async with beside(trainer.run()) as running_on:
@@ -160,7 +160,8 @@ class Cycle:
 
 
 async def cycle(box: Testbed, order: BoxOrder) -> dict[str, Any]:
-    """Run the cycle with an `orchestrrl agent` that reads the trainer's recorders, and return its report."""
+    """Run the cycle with an `orchestrrl agent` that reads the trainer's recorders, and return the report of the
+    cycle."""
     site, rings, training = box.site, box.folder / "rings", intents.training(box.site)
     trainer = TestbedTrainer(
         rings, intents.JOB, sorted(training.ranks), lambda: flows_between_tors(box, training), order

@@ -170,7 +170,7 @@ async def failed_port(box: Testbed, order: BoxOrder) -> dict[str, Any]:
 
 
 def circuits_of(box: Testbed, one: EndpointId, other: EndpointId) -> list[PortPair]:
-    """Return the circuits between two ToRs that carry packets."""
+    """Return the circuits that carry packets between two ToRs."""
     return [pair for pair in sorted(box.panel.joined) if set(box.ends_of(pair)) == {one, other}]
 
 
@@ -190,7 +190,8 @@ async def _until_left_out(box: Testbed) -> None:
 
 
 async def wrong_cable(box: Testbed, order: BoxOrder) -> dict[str, Any]:
-    """Swap two cables of a switch, one of them in use, and run `orchestrrl ocs verify` without and with `--walk`."""
+    """Swap two cables of a switch, of which one is in use, and run `orchestrrl ocs verify` without and with
+    `--walk`."""
     one, other = tor_pair(box, PodRole.GEN)
     most = circuits_between(box, one, other)[-1]
     spare = [f"port:{most.switch}:{port}" for port in most.ports]  # an unused fibre of each ToR

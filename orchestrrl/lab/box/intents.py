@@ -18,7 +18,7 @@ def gpus_of(site: Site, role: PodRole) -> tuple[int, ...]:
 
 
 def training(site: Site) -> Intent:
-    """Return the intent of training: gradient all-reduces. The n-th GPUs of all ToRs form a group."""
+    """Return the intent of training: gradient all-reduces. The n-th GPUs of all ToRs form one group."""
     by_tor: dict[EndpointId, list[int]] = {}
     for gpu in gpus_of(site, PodRole.TRAIN):
         by_tor.setdefault(site.tor_of(GpuId(gpu)), []).append(gpu)

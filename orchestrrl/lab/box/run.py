@@ -1,4 +1,4 @@
-"""Run a box from outside: its parameters, its process, and its results."""
+"""Run a box from outside its namespaces: define its parameters, start its process, and plot its results."""
 
 import json
 import math

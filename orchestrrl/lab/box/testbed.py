@@ -79,7 +79,7 @@ class Testbed(Stack):
         await until(follows, f"the panel follows {', '.join(map(str, circuits))}", TOOK_WITHIN_S, 0.005)
 
     def inject(self, kind: DeviceFaultKind, port: Port) -> None:
-        """Inject a fault at the ingress and the egress side of a port of the site."""
+        """Inject a fault into the ingress side and the egress side of a port of the site."""
         glass = self.switches[port[0]].device
         sides = {port[1]}
         if glass.facts.connectivity is not Connectivity.ANY_TO_ANY:

@@ -26,7 +26,8 @@ _ports = itertools.count(FIRST_PORT)
 
 @dataclass(slots=True)
 class Flow:
-    """One TCP connection that sends at full rate. `arrivals`: (monotonic time, bytes received so far)."""
+    """One TCP connection that sends at full rate. `arrivals` contains (monotonic time, number of bytes received so
+    far)."""
 
     source: Ends
     sink: Ends
@@ -69,7 +70,7 @@ class Flow:
                         await sending
 
     def bytes_at(self, at_s: float) -> float:
-        """Return the bytes received by `at_s`, interpolated linearly between arrivals."""
+        """Return the number of bytes received by the time `at_s`, interpolated linearly between arrivals."""
         place = bisect_right(self.arrivals, at_s, key=lambda arrival: arrival[0])
         if place == 0 or place == len(self.arrivals):
             return self.arrivals[-1][1] if place else 0.0

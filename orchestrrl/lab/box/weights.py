@@ -133,7 +133,7 @@ class _Show:
         return {id: answers[id] for id in orders}
 
     async def measure_payload(self) -> None:
-        """Measure the TCP payload rate of one connection over one circuit between PoDs."""
+        """Measure the rate of TCP payload of one connection over one circuit between PoDs."""
         await self._circuits((self._planned.edges,))
         source = next(id for id, peer in self._peers.items() if peer.role is PeerRole.TRAINER)
         first = {PeerId(str(server.id)): server.gpus[0] for server in self._box.site.servers}
@@ -207,9 +207,9 @@ class _Show:
         return (self._edges("x", [(shard, holders[shard.id], other) for shard in shards for other in self._receivers]),)
 
     def _two_stage(self) -> Stages:
-        """Return the scheme of the paper's figure 4: the training hosts send everything once to the first replica of
-        each PoD, which then broadcasts inside the PoD. The broadcast is a pipelined chain, ToR by ToR, as in collective
-        libraries."""
+        """Return the stages of edges of the scheme in the paper's figure 4: the training hosts send everything once to
+        the first replica of each PoD; this replica then broadcasts inside the PoD. The broadcast is a pipelined chain,
+        ToR by ToR, as in collective libraries."""
         chains = [list(pod) for _, pod in groupby(self._receivers, key=lambda id: self._stations[id].pod)]
         shards, holders = self._planned.map.shards, self._planned.summed_by
         across = [(shard, holders[shard.id], chain[0]) for shard in shards for chain in chains]

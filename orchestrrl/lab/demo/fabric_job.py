@@ -77,7 +77,7 @@ class JobRank:
         self._iteration = 0
 
     def iterate(self) -> float:
-        """Run one iteration and return its seconds."""
+        """Run one iteration and return its duration in seconds."""
         began_s = time.perf_counter()
         if self._recorder is not None:
             self._recorder.iteration(self._iteration)

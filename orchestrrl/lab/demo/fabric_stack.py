@@ -42,8 +42,8 @@ CLOCKS_AGREE_S = 0.05
 class CommitRecord:
     """A change of circuits as reported by the daemon, with times of this host's monotonic clock.
 
-    `armed_s`: the change was ready and waited for a window. As reported by the switches, `received_s`: the first switch
-    received its command; `set_s`: the first mirror was commanded to move.
+    At `armed_s`, the change was ready and began to wait for a window. The switches report `received_s`, the time at
+    which the first switch received its command, and `set_s`, the time at which the first mirror was commanded to move.
     """
 
     period: str

@@ -39,8 +39,8 @@ class FlightSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """The resumption of the requests that the gateway held during a redeployment. Times are wall-clock seconds from
-    admission to the first new token."""
+    """The resumption of the requests that the gateway held during a redeployment. Times are wall-clock seconds from the
+    admission of requests to the new engines to a request's first new token."""
 
     requests: int
     context_tokens: int  # recomputed tokens of all requests
@@ -132,7 +132,7 @@ async def _run(
     label: str,
     begun: Callable[[], Awaitable[None]] | None = None,
 ) -> tuple[DemoStepRecord, float, list[FlightSnapshot]]:
-    """Run the step. Return its record, its start as Unix time, and snapshots of the requests in flight."""
+    """Run the step. Return its record, its start time as Unix time, and snapshots of the requests in flight."""
     control = stack.control
     urls = [worker.url for worker in (await stack.status()).workers]
     looks: list[FlightSnapshot] = []

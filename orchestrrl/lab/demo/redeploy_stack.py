@@ -63,7 +63,7 @@ class RedeployStack(Stack):
 
 @contextlib.asynccontextmanager
 async def redeploy_stack(scenario: DemoScenario, out_dir: Path) -> AsyncIterator[RedeployStack]:
-    """Start a daemon and a gateway. On exit, stop them and all engines that the daemon started."""
+    """Start a daemon and a gateway. On exit, stop both processes and all engines that the daemon started."""
     deployment = scenario.deployment
     assert deployment is not None, "the daemon starts the fleet of this scenario"
     async with RedeployStack(out_dir) as stack:
@@ -79,7 +79,7 @@ async def redeploy_stack(scenario: DemoScenario, out_dir: Path) -> AsyncIterator
 
 
 async def _end_engines(config_path: Path) -> None:
-    """Stop all engines of the deployer, because engines outlive their daemon."""
+    """Stop all engines that the deployer started, because engines outlive the daemon."""
     deployer = deployer_of(load_config(config_path), WallClock())
     assert deployer is not None, "the configuration has a deployer"
     try:

@@ -177,7 +177,7 @@ def _resumption_json(resumed: Resumption, speed: float) -> dict[str, Any]:
 
 
 def at_s(redeployed: ObservedRedeployment, outcome: RedeploySeed, speed: float) -> float:
-    """Return the engine seconds from the start of the step to the start of the redeployment."""
+    """Return the time from the start of the step to the start of the redeployment, in engine seconds."""
     return float(redeployed.report["created_unix_s"] - outcome.began_s) * speed
 
 

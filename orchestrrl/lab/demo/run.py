@@ -129,7 +129,7 @@ async def run_demo(
 
 
 async def run_sync_demo(scenario: DemoScenario, engine: str, out_dir: Path, report: Report) -> SyncOutcome:
-    """Run only the weight sync."""
+    """Run only the weight sync of the demo, and return its outcome."""
     async with _fleet(scenario, engine, out_dir, report) as (fleet, engines):
         report("starting OrchestrRL", 0, 0)
         async with stack.orchestrrl(scenario, engine, engines, out_dir) as control_plane:

@@ -21,7 +21,7 @@ VLLM_VOCABULARY = 512  # vocabulary of the tiny model; ids below 16 are special
 
 
 class DemoFabricSection(ScenarioSection):
-    """An optical fabric of virtual switches: a PoD with these engines, and a training PoD of the same size."""
+    """An optical fabric of virtual switches: a PoD with the scenario's engines, and a training PoD of the same size."""
 
     model: str  # the model whose sizes determine the traffic of engines
     gpus_per_server: Count  # each GPU has a NIC; each server has its own ToR
@@ -100,10 +100,11 @@ def load_scenario(name: str) -> DemoScenario:
 
 
 def samples(scenario: DemoScenario, engine: str, seed: int) -> list[Sample]:
-    """Return the step's requests in order of submission, grouped by prompt. Prompts are assigned round robin.
+    """Return the step's requests in order of submission, grouped by prompt. Prompts are assigned to engines
+    round-robin.
 
-    The engines decode greedily, so that a moved request can be checked against an undisturbed one. Samples of a prompt
-    therefore differ in the last prompt token instead of in random numbers.
+    The engines decode greedily, so that the response to a moved request can be compared with that of an undisturbed
+    request. Samples of a prompt therefore differ in the last prompt token instead of in random numbers.
     """
     rng = random.Random(seed)
     vocabulary = (FIRST_WORD, TokenModel().vocab_size) if engine == "simulated" else (16, VLLM_VOCABULARY)

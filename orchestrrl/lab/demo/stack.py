@@ -21,7 +21,7 @@ EPSILON_S, SWITCH_S = 10.0, 1.7
 
 @contextlib.asynccontextmanager
 async def engines(scenario: DemoScenario, kind: str, out_dir: Path) -> AsyncIterator[list[LocalEngine]]:
-    """Start the scenario's engines and yield them when they are ready. They are stopped on exit."""
+    """Start the scenario's engines and yield them when all are ready. The engines are stopped on exit."""
     out_dir.mkdir(parents=True, exist_ok=True)
     names = [f"engine-{index}" for index in range(scenario.engines)]
     if kind == "simulated":

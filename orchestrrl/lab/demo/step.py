@@ -164,7 +164,7 @@ async def connected(scenario: DemoScenario, kind: str, urls: Sequence[str], repo
 
 @dataclass(slots=True)
 class _StepRun:
-    """One run of a step. It fills the record, in engine seconds since the start of the run."""
+    """One run of a step. It fills the step's record, with times in engine seconds since the start of the run."""
 
     fleet: DemoFleet
     record: DemoStepRecord

@@ -1,4 +1,4 @@
-"""A deployer in virtual time: engines are ready after the redeployment time of their configuration."""
+"""A deployer in virtual time. Engines are ready when the redeployment time of their configuration has passed."""
 
 import asyncio
 from collections.abc import Callable, Mapping

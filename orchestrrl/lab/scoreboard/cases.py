@@ -31,7 +31,8 @@ LONE_RADIX = 11
 
 
 def training_of(text: str) -> dict[str, Any]:
-    """Parse a training section such as `tp8 pp2`; a name without a number is an enabled option."""
+    """Parse the text of a training section, such as `tp8 pp2`. A name without a number enables the option of that
+    name."""
     names = {word.rstrip("0123456789"): word for word in text.split()}
     return {name: int(word[len(name) :]) if word != name else True for name, word in names.items()}
 
@@ -52,7 +53,7 @@ LOOPED = 8  # steps of the simulated loop, whose second half is steady
 
 @dataclass(frozen=True)
 class Case:
-    """A model on a cluster with a workload."""
+    """A model on a cluster of the paper, with its workload."""
 
     model: str
     train_gpus: int
@@ -142,7 +143,8 @@ class SteadyStep:
 
 
 def stages_of(scenario: ClusterScenario, kind: str, **options: object) -> FabricStages:
-    """Return the stages of a scenario on one of the fabrics in NAMES."""
+    """Return the stages of a scenario on a fabric of the given `kind`, one of NAMES. `options` are options of the
+    fabric."""
     if kind == "lone":
         kind, options = "oversubscribed", {"radix": LONE_RADIX}
     return FabricStages(scenario, ClusterFabricSection(kind=kind, options=dict(options)), TRAIN_CONSTANTS)

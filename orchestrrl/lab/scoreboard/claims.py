@@ -71,7 +71,8 @@ class ScoreboardRow:
 
 @dataclass(frozen=True, slots=True)
 class Constant(Generic[Value]):
-    """A constant of the figures. `source` is a data sheet, a section of the paper, or a file of measurements."""
+    """A constant from which figures are computed. `source` is a data sheet, a section of the paper, or a file of
+    measurements."""
 
     name: str
     value: Value
@@ -94,8 +95,8 @@ UNKNOWN = "unknown"
 
 
 def compared(figure: str, what: str, claim: str, ours: float, why: str = UNKNOWN, unit: str = "x") -> ScoreboardRow:
-    """Return a row that is compared with a claim. `why` is dropped if the difference is at most FAR. Raises KeyError
-    for an unknown claim."""
+    """Return a row that is compared with a claim. `why` is omitted from the row if the difference is at most FAR.
+    Raises KeyError for an unknown claim."""
     row = ScoreboardRow(figure, what, CLAIMS[claim], ours, unit, why, claim)
     return row if row.is_far else ScoreboardRow(figure, what, CLAIMS[claim], ours, unit, "", claim)
 

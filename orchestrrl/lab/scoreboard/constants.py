@@ -1,7 +1,8 @@
 """The constants of the scoreboard's figures, with their sources. Constants of models, GPUs, kernels and components are
 in the files that `ELSEWHERE` names.
 
-An "assumption" is given neither by the paper nor by another public source. It was chosen before any figure was made.
+An "assumption" is given neither by the paper nor by another public source. It was chosen before any figure was
+computed.
 """
 
 from collections.abc import Mapping

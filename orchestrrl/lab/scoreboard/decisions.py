@@ -1,9 +1,10 @@
-"""Reproduce figure 20 and section 4.1: the time of the planner's solver, and the error of its forecast.
+"""Reproduce figure 20 and section 4.1: the time that the planner's solver needs, and the error of the planner's
+forecast.
 
 Clients of a production service are mixed with drifting weights, and each step is a sample of the current mixture. The
 error is the total absolute difference over bins divided by the number of requests. Two reference values are reported:
 the difference between two samples of the true mixture, and the difference between a sample and the true mixture, which
-is a lower bound for any forecast. A forecast of expected counts may lie between the two.
+is a lower bound for any forecast. The error of a forecast of expected counts may lie between the two values.
 """
 
 import csv
@@ -102,7 +103,8 @@ FORECAST_SEEDS, QUICK_SEEDS = 20, 4
 
 
 def solver(quick: bool) -> Iterator[ScoreboardRow]:
-    """Measure the solver in this process. This is the only figure that depends on the machine."""
+    """Measure the time of the solver in this process. This is the only figure of the scoreboard that depends on the
+    machine."""
     measure(GPUS // 16)  # load compiled code
     for gpus in (GPUS,) if quick else (GPUS, 4 * GPUS, 16 * GPUS):
         found = measure(gpus)

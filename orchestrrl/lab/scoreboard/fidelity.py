@@ -1,4 +1,5 @@
-"""Reproduce figure 12: the errors of the paper's simulator and of ours against measurements (docs/fidelity.md)."""
+"""Reproduce figure 12: the errors of the paper's simulator and of this simulator against measurements
+(docs/fidelity.md)."""
 
 from collections.abc import Iterator
 

@@ -130,7 +130,7 @@ def section_2(prompts: int, max_tokens: int) -> FabricStages:
 
 
 def worker_skew(stages: FabricStages) -> float:
-    """Return the ratio of the latest to the earliest completion time of static engines."""
+    """Return the ratio of the latest to the earliest completion time of engines under a static assignment."""
     ready = stages.ready(SimulatedFailures())
     scenario = ready.scenario(1)
     (kind,) = (EngineKind(each) for each in ready.profile.configurations)

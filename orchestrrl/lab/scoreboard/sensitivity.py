@@ -100,7 +100,7 @@ def _by_allocation(model: str, servers_per_tor: int | None) -> dict[str, list[fl
 
 
 def _all_reduces(job: TrainJob, servers: Servers) -> dict[str, MessageTransfer]:
-    """Return the all-reduces of gradients of a trainer without a distributed optimizer, by axis."""
+    """Return, by axis, the all-reduces of gradients that a trainer without a distributed optimizer needs."""
     sizes = dict(zip(("dp_cp", "expert_dp"), stage_parameters(job), strict=True))
     return {
         axis: all_reduce(groups(job, axis), parameters * job.constants.gradient_bytes, servers)
@@ -134,7 +134,8 @@ SYNC_FABRICS = ("fat_tree", "oversubscribed", "rfabric")
 
 
 def mixed_fleets(quick: bool) -> Iterator[ScoreboardRow]:
-    """Compare the solver's makespans, with redeployments and moves, of uniform and mixed fleets with known lengths."""
+    """Compare the solver's makespans of uniform and mixed fleets if lengths are known. Makespans include redeployments
+    and moves."""
     for gpus in MIXED_GPUS[quick]:
         problem = step(gpus, 1)
         mixed_s = solve(problem).makespan_s
@@ -192,7 +193,7 @@ def additions(quick: bool) -> Iterator[ScoreboardRow]:
 
 
 def failures(quick: bool) -> Iterator[ScoreboardRow]:
-    """Measure section 5.4: the training time when parts of RFabric fail."""
+    """Measure the training time when parts of RFabric fail (section 5.4)."""
     model, gpus = "qwen2-57b-a14b", given.SCALES.value[0]
     scenario = cases.at_scale(model, given.FAILURES_GPUS.value, gpus, MODELS[model]).scenario(["rfabric"])
     stages = cases.stages_of(scenario, "rfabric")

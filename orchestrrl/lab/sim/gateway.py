@@ -143,7 +143,7 @@ class VirtualGateway:
             self._send(record, None, None)
 
     def perform(self, operation: Operation) -> OperationResult:
-        """Carry out one of the daemon's operations, in no virtual time."""
+        """Carry out one of the daemon's operations. This takes no virtual time."""
         now_s = self.clock.now_s()
         if now_s > operation.valid_until_s:
             return OperationResult(operation.id, self.node, OperationStatus.REFUSED, "the operation has expired")
@@ -191,7 +191,7 @@ class VirtualGateway:
         self._finished(record)
 
     def _move(self, move: RequestMove, now_s: float) -> OperationItemResult:
-        """Move a request with the checks of gateway/core.py and relay.py."""
+        """Move a request to another engine, with the same checks as gateway/core.py and relay.py."""
         record = self.records.get(move.request)
         source_slot, target = self.fleet.get(move.from_engine), self.fleet.get(move.to_engine)
 

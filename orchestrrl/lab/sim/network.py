@@ -66,7 +66,8 @@ class NodeNetwork:
         self._replan()
 
     def crowding(self, node: Node) -> float:
-        """Return the demand on a node's NICs over their capacity; at most 1 if all demands are met."""
+        """Return the demand on a node's NICs divided by their capacity. All demands are met if the result is at most
+        1."""
         if not self._share:
             return 0.0
         wishes = sum(flow.wish_gbps for flow in self._flows if node in flow.nodes)
@@ -99,7 +100,7 @@ class NodeNetwork:
         self._settled_s = now_s
 
     def _replan(self) -> None:
-        """Set new rates, and a timer for the first flow to end at these rates."""
+        """Set new rates for all flows, and a timer for the end of the first flow that ends at these rates."""
         crowding = {node: self.crowding(node) for flow in self._flows for node in flow.nodes}
         for flow in self._flows:
             flow.gbps = flow.wish_gbps / max([1.0, *(crowding[node] for node in flow.nodes)])

@@ -200,7 +200,7 @@ def _busy_gpu_s(world: World) -> float:
 
 
 def _add(run: SeedRun, world: World, sign: int) -> None:
-    """Add the world's counters, times `sign`, to those of the run."""
+    """Add the world's counters, multiplied by `sign`, to the counters of the run."""
     run.moves += sign * world.fleet.state.totals.moves_done
     run.redeployments += sign * world.machines.starts_total
     run.tokens_recomputed += sign * world.gateway.tokens_recomputed
@@ -261,7 +261,7 @@ class NotKnowing:
 
     @property
     def price_s(self) -> float:
-        """The seconds that exact knowledge of the lengths would save."""
+        """The number of seconds per step that exact knowledge of the output lengths would save."""
         return self.forecast_s - self.oracle_s
 
     @property
@@ -407,7 +407,7 @@ def _holds(kind: EngineKind, tokens: int) -> bool:
 
 
 def usable_kinds(scenario: GenerationScenario) -> dict[ConfigurationId, EngineKind]:
-    """Return the configurations that hold the longest request and fit at least once on the GPUs."""
+    """Return the configurations that can hold the longest request and of which at least one engine fits on the GPUs."""
     longest = _longest_tokens(scenario)
     every = kinds_of(scenario)
     kinds = {

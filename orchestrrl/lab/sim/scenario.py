@@ -114,7 +114,7 @@ Lengths = Annotated[LognormalLengths | ParetoLengths | HistogramLengths | Empiri
 
 
 class WorkloadSection(ScenarioSection):
-    """The requests of each step. The first `warmup_steps` train the length forecast and are not measured."""
+    """The requests of each step. The first `warmup_steps` steps train the length forecast and are not measured."""
 
     prompts: Count
     samples: Count = 8
@@ -185,7 +185,7 @@ class EnginesSection(ProfiledSection):
 
     @property
     def moved_bytes_per_token(self) -> float:
-        """Bytes per token of KV that moves to another engine."""
+        """The number of bytes per token of KV that moves to another engine."""
         moves = self._profile.moves if self._profile is not None else None
         return self.kv_bytes_per_token or (moves.kv_bytes_per_token if moves else KV_BYTES_PER_TOKEN)
 
@@ -196,7 +196,7 @@ class EnginesSection(ProfiledSection):
 
 
 class NetworkSection(ScenarioSection):
-    """The network of a node. Its NICs carry moved KV, new weights, and the traffic of EP and AFD."""
+    """The network of a node. The node's NICs carry moved KV, new weights, and the traffic of EP and AFD."""
 
     nic_gbps_per_node: Positive = 1600.0
     nvlink_gbps_per_gpu: Positive = 1600.0
@@ -214,7 +214,7 @@ class GenerationControlSection(ScenarioSection):
 
 
 class GatewaySection(ScenarioSection):
-    """The gateway's routing, for arms that use it. `queue_depth` 0: requests do not wait in the gateway."""
+    """The gateway's routing, for arms that use it. If `queue_depth` is 0, requests do not wait in the gateway."""
 
     policy: Annotated[str, one_of(STRATEGIES)] = DEFAULT_POLICY
     queue_depth: Annotated[int, Field(ge=0)] = 0

@@ -160,7 +160,8 @@ def _dealt_step(kind: EngineKind, engines: int, requests: tuple[SimRequest, ...]
 
 
 def _partial_steps(scenario: GenerationScenario, kind: EngineKind, steps: Steps) -> list[Ran]:
-    """Run partial rollout. Requests carried over from an earlier step go first, spread over all engines."""
+    """Run consecutive steps with partial rollout. Requests carried over from an earlier step are placed first, spread
+    over all engines."""
     engines = len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node))
     carried: list[tuple[SimRequest, int]] = []
     ran = []

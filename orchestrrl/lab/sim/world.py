@@ -1,6 +1,6 @@
 """Simulate a fleet under the real control plane: engines, agents, a gateway and a deployer on a virtual clock.
 
-The control plane is the production code, constructed by the same function as the daemon's.
+The control plane is the production code, and is constructed by the same function as in the daemon.
 """
 
 import asyncio
@@ -218,7 +218,8 @@ class World:
         self.gateway.engine_died(engine)
 
     def _arrive(self, record: CountedRecord, engine: VirtualEngine, source: VirtualEngine | None) -> None:
-        """Deliver a request's tokens to an engine, and its KV from `source` if that is faster than recomputation."""
+        """Deliver a request's tokens to an engine, and the request's KV from `source` if that is faster than
+        recomputation."""
         if source is not None and self.links.kv_transfer:
             passed, wish_gbps = self._path(source, engine)
             gbytes = record.context_tokens * self.kv_bytes_per_token / 1e9

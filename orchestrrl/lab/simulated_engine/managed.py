@@ -154,7 +154,7 @@ class ManagedFace:
         return web.json_response({"success": True, "new_version": name})
 
     async def _collective_rpc(self, request: web.Request) -> web.Response:
-        """Call a worker method. A failed `reload_weights` leaves weights that are a mixture of old and new ones."""
+        """Call a worker method. After a failed `reload_weights`, the weights are a mixture of old and new weights."""
         body = await object_of(request)
         if (method := body.get("method")) is None:
             raise refusal("Missing 'method' in request body", kind="Bad Request")

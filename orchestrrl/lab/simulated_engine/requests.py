@@ -97,7 +97,8 @@ class SimulatedRequest:
 def read_completion_request(
     endpoint: CompletionEndpoint, body: Any, options: SimulatedOptions, model: TokenModel
 ) -> SimulatedRequest:
-    """Return the request in an OpenAI body. Raises RequestRefused with vLLM's status and an OpenAI error object."""
+    """Return the request in an OpenAI body. Raises RequestRefused, with vLLM's status and an OpenAI error object, if
+    the body is invalid or unsupported."""
     is_chat = endpoint is CompletionEndpoint.CHAT
     read: _CompletionBody | _ChatBody = _validated(_ChatBody, body) if is_chat else _validated(_CompletionBody, body)
     if read.model not in (None, options.model_name):
@@ -140,7 +141,8 @@ def _handover(body: GenerationBody) -> TransferParams | None:
 
 
 def tokenize_chat(messages: list[_Message], add_generation_prompt: bool, model: TokenModel) -> list[int]:
-    """Apply the chat template: each message between its start and end tokens, then the start of the next turn."""
+    """Return the token ids of a chat: each message between its start and end tokens, then the start of the next
+    turn."""
     if not messages:
         raise refusal("Cannot apply chat template to an empty conversation. Provide at least one message.")
     ids: list[int] = []

@@ -64,7 +64,8 @@ class Formatter:
         return answer
 
     def _choice(self, part: AnswerPart, of_chat: str) -> dict[str, Any]:
-        """Return the `choice` of a stream event or a whole response. Stop tokens are in the ids, not in the text."""
+        """Return the `choice` of a stream event or a whole response. Stop tokens are included in the token ids but not
+        in the text."""
         text = self._model.detokenize(part.token_ids if part.stop_reason is None else part.token_ids[:-1])
         message = {"content": text} if of_chat == "delta" else {"role": "assistant", "content": text}
         return {
@@ -128,7 +129,7 @@ def _event(value: Mapping[str, Any]) -> bytes:
 
 
 def metrics_page(runtime: Runtime, model_name: str, asleep: bool = False) -> str:
-    """Return the `/metrics` page with those of vLLM's metrics that this engine can compute."""
+    """Return the `/metrics` page, which contains the metrics of vLLM that this engine can compute."""
     scheduler, waiting, loaded = runtime.scheduler, runtime.waiting, runtime.loaded_tokens_total
     by_source = {"local_compute": runtime.prompt_tokens_total - loaded, EXTERNAL_SOURCE: loaded}
     sleep = {"awake": not asleep, "weights_offloaded": asleep, "discard_all": False}

@@ -144,7 +144,7 @@ class Runtime:
         return self.scheduler.kv_used_tokens / (shape.blocks * shape.block_tokens)
 
     def submit(self, request: SimulatedRequest, engine_id: str) -> SimulatedAnswer:
-        """Queue a request."""
+        """Add a request to the scheduler's queue."""
         generation = self.model.begin(request.prompt_ids, request.seed)
         request_id = RequestId(f"{engine_id}#{next(self._numbers)}")
         answer = SimulatedAnswer(request_id, engine_id, request, generation, ending_of(request, generation))
@@ -218,7 +218,7 @@ class Runtime:
         self._work.set()
 
     def take_weights(self, model: TokenModel) -> None:
-        """Install new weights. Running requests continue with them."""
+        """Install new weights. Running requests continue with the new weights."""
         self._advance()
         self.model = model
         for answer in self._answers.values():

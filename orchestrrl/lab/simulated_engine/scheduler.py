@@ -332,5 +332,6 @@ class Scheduler:
 
 
 def decode_alone_s(shape: EngineShape, context_tokens: int, to_generate: int) -> float:
-    """Return the seconds that one request takes on an idle engine, including prefill: a lower bound of any schedule."""
+    """Return the seconds that one request takes on an idle engine, including prefill. This is a lower bound on the
+    request's time in any schedule."""
     return shape.steps_s(to_generate, 1, context_tokens) + shape.prefill_s_per_token * context_tokens

@@ -135,8 +135,9 @@ class TokenModel:
         return _mix(seed * _PRIME + self.weights_seed + 1 & _MASK)
 
     def prompt_logprobs(self, context: Sequence[int], seed: int = 0) -> list[tuple[float, int, float]]:
-        """Return, for each token except the first, its log-probability, the most likely token, and the latter's
-        log-probability. For generated tokens, these equal the values of the generation.
+        """Return three values for each token except the first: its log-probability, the most likely token at its
+        position, and the log-probability of the most likely token. For generated tokens, these values equal those of
+        the generation.
         """
         seed_hash, words = self.seed_hash(seed), self.vocab_size - FIRST_WORD
         state = _advance(0xCBF29CE484222325, context[0])

@@ -1,4 +1,5 @@
-"""Weights of a simulated engine: safetensors files in a folder. The engine's tokens depend on every byte of them."""
+"""Weights of a simulated engine: safetensors files in a folder. The tokens that the engine generates depend on every
+byte of these files."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ WRONG = 0xBAD  # XORed to the seed of an engine with the fault `wrong_answers`
 
 @dataclass(frozen=True, slots=True)
 class SimulatedWeights:
-    """The weights in a folder. `seed` is derived from their bytes."""
+    """The weights in a folder. `seed` is derived from the bytes of the weights."""
 
     seed: int
     sum: str

@@ -106,7 +106,8 @@ class LabProcess:
         return self.url
 
     def read_line(self) -> str | None:
-        """Return the next complete line of the output without its newline, or None if there is none yet."""
+        """Return the next complete line of the output without its newline, or None if no complete line is available
+        yet."""
         with self.out_path.open("rb") as out:
             out.seek(self._read_bytes)
             line = out.readline()
@@ -206,7 +207,7 @@ class LabProcess:
         return True
 
     def obituary(self, what: str) -> str:
-        """Return an error text with the process's name and the end of its log."""
+        """Return an error message with the process's name and the end of its log."""
         return f"{self.name} {what}; the end of {self.log_path}:\n{log_tail(self.log_path)}"
 
 

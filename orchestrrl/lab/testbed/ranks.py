@@ -17,7 +17,8 @@ STOP_WITHIN_S = 10.0
 
 
 class Ranks:
-    """A group of processes that run `work(rank, line)`. Receiving raises EOFError if a rank has ended."""
+    """A group of processes that run `work(rank, line)`, where `line` is a pipe to the parent. Receiving raises EOFError
+    if a rank has ended."""
 
     def __init__(self, count: int, work: Callable[[int, Connection], None]) -> None:
         self._lines: list[Connection] = []

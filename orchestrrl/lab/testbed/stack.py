@@ -86,7 +86,8 @@ class Stack:
         return self.daemon_address
 
     def configure(self, document: Mapping[str, Any]) -> None:
-        """Write the daemon's configuration: `document`, with defaults for mode, address and journal."""
+        """Write the daemon's configuration file. Its content is `document` with defaults for mode, address and
+        journal."""
         own = {"mode": "act", "listen": {"address": ANY_PORT}, "journal": {"path": str(self.folder / JOURNAL_FILE)}}
         self.config_path.write_text(yaml.safe_dump({**own, **document}, sort_keys=False))
 
@@ -154,7 +155,7 @@ class Stack:
 
 
 def engine_flags(flag: str, engines: Mapping[str, str]) -> list[str]:
-    """Return the flags for `engines`, such as `--engine e0=URL` for each."""
+    """Return command-line flags for `engines`, such as `--engine e0=URL` for each engine."""
     return [text for name, url in engines.items() for text in (flag, f"{name}={url}")]
 
 

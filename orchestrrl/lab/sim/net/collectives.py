@@ -119,7 +119,7 @@ def _across(order: list[int], following: list[int]) -> Hop:
 
 @lru_cache(maxsize=512)
 def ring(shape: RankShape) -> Pattern:
-    """Return the pattern of one lap of the whole message, split over channels."""
+    """Return the pattern of flows of one lap of the whole message around the ring, split over channels."""
     channels, parts = rings(shape), dict[tuple[int, int], float]()
     for pair in (pair for hops in channels for hop in hops for pair in hop):
         parts[pair] = parts.get(pair, 0.0) + 1 / len(channels)
@@ -129,8 +129,8 @@ def ring(shape: RankShape) -> Pattern:
 
 @lru_cache(maxsize=64)
 def pairs(shape: RankShape) -> Pattern:
-    """Return the pattern of flows from every rank to every other, each with part 1. A flow to another server uses the
-    NIC of the receiver's rail, through the sender server's GPU at that NIC if that GPU is in the group (PXN)."""
+    """Return the pattern of flows from every rank to every other rank, each with part 1. A flow to another server uses
+    the NIC of the receiver's rail, through the sender server's GPU at that NIC if that GPU is in the group (PXN)."""
     server, nic = np.unique(shape.server, return_inverse=True)[1], np.array(shape.nic)
     beside = np.full((server.max() + 1, nic.max() + 1), -1)
     beside[server[::-1], nic[::-1]] = np.arange(shape.ranks - 1, -1, -1)
@@ -200,7 +200,7 @@ class RingChoice:
         return plateau * (latency.base_s + inside * nvlink_s + self.rounds * step_s)
 
     def seconds(self, size: float, servers: Servers) -> float:
-        """Return the seconds for `size` bytes on a network without other traffic (alpha-beta model)."""
+        """Return the time in seconds to transfer `size` bytes on a network without other traffic (alpha-beta model)."""
         shape, rate = self.shape, servers.nvlink_bytes_per_s
         if shape.servers > 1:
             rate = min(rate, servers.nic_bytes_per_s * shape.channels)

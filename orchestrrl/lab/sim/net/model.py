@@ -24,7 +24,7 @@ ROCE_BYTES = 44.0  # of headers in a packet's MTU
 
 
 class LinkTier(StrEnum):
-    """The network tier of a link, by which reports group bandwidth."""
+    """The network tier of a link. Reports group bandwidth by tier."""
 
     NVLINK = "nvlink"
     NIC = "nic"  # between a server and its ToR
@@ -35,7 +35,8 @@ class LinkTier(StrEnum):
 
 @checked(frozen=True, slots=True)
 class Servers:
-    """The servers of a fabric. Defaults are those of section 7.2 of the OrchestrRL paper (arXiv 2601.01209)."""
+    """The servers of a fabric. The defaults are the values in section 7.2 of the OrchestrRL paper (arXiv
+    2601.01209)."""
 
     count: Annotated[int, Field(ge=1)]
     gpus_per_server: Annotated[int, Field(ge=1)] = 8
@@ -72,7 +73,7 @@ class Servers:
 
     @property
     def nic_bytes_per_s(self) -> float:
-        """Payload bandwidth of one NIC in one direction."""
+        """The payload bandwidth of one NIC in one direction, in bytes per second."""
         return self.nic_gbps * GBPS * self.payload_share
 
     def nic_of(self, gpus: Ints) -> Ints:

@@ -67,7 +67,7 @@ def _lanes(spans: Sequence[TimelineSpan]) -> dict[str, list[TimelineSpan]]:
 
 
 def stage_s(run: RlRun, stage: str) -> float | None:
-    """Return the median duration of a stage; None if it did not run."""
+    """Return the median duration of a stage in seconds; None if the stage did not run."""
     took = [span.end_s - span.begin_s for span in run.spans if span.stage == stage and span.lane != FAULTS]
     return median(took) if took else None
 
@@ -90,7 +90,7 @@ def by_stage(stage: str, tier: str) -> tuple[tuple[int, str], tuple[int, str]]:
 
 
 def tiers(groups: Sequence[ArmGroup]) -> "Figure | None":
-    """Draw bandwidths as bars, a row for each stage, tier and group."""
+    """Draw bandwidths as bars, with one row for each stage, tier and group."""
     rates = [tier_gbps(group.first.run) for group in groups]
     bars: list[ChartBar] = []
     names: dict[float, str] = {}
@@ -183,7 +183,7 @@ def pareto(groups: Sequence[ArmGroup]) -> "Figure | None":
 
 
 def parts(parts_s: Sequence[Mapping[str, float]], groups: Sequence[ArmGroup]) -> "Figure | None":
-    """Draw the seconds of each group as a stacked bar with its sum at the end, one colour per part."""
+    """Draw the seconds of each group as a stacked bar with one colour per part, and the sum at the end of the bar."""
     shown = list(dict.fromkeys(name for each in parts_s for name, seconds in each.items() if seconds > 0))
     if not shown:
         return None

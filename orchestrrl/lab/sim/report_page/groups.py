@@ -66,7 +66,8 @@ def _distinguishing(scenario: Mapping[str, Any], clashing: Iterable[str]) -> dic
 
 
 def _distinguished(scenarios: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Return the distinguishing label of each scenario by digest; empty for a single scenario."""
+    """Return a label by digest that distinguishes each scenario from the other scenarios; empty for a single
+    scenario."""
     if len(scenarios) == 1:
         return dict.fromkeys(scenarios, "")
     leaves = {digest: dict(_leaves(scenario, "")) for digest, scenario in scenarios.items()}

@@ -175,7 +175,7 @@ def slack(groups: Sequence[ArmGroup]) -> str:
 
 
 def staleness(groups: Sequence[ArmGroup]) -> str:
-    """Return the table of the fractions of samples by their lag in versions."""
+    """Return the table of the fractions of samples with each lag in versions."""
     lags = sorted({lag for group in groups for lag in group.first.run.staleness})
     rows: list[Row] = []
     for group in groups:

@@ -31,8 +31,8 @@ Numbers = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)
 
 class ClusterFaultSection(ScenarioSection):
     """A failure at a time of the run. `of` contains the numbers of NICs, ToRs, PoDs or servers, or of engines in the
-    order of their GPUs. A failed link or port is a fraction of one ToR's uplinks. A failed switch is a fraction of the
-    uplinks of all ToRs, or PoDs, that it connects."""
+    order of their GPUs. A failed link or port is given as a fraction of one ToR's uplinks. A failed switch is given as
+    a fraction of the uplinks of all ToRs, or PoDs, that it connects."""
 
     at_s: NotNegative
     fail: FaultyPart

@@ -353,8 +353,8 @@ class _FastFleet:
 
 
 def _quick(run: ControlledRun) -> Config:
-    """Return the run's configuration, with a minimal search budget if its plans are never carried out. Such plans serve
-    only to estimate step times."""
+    """Return the run's configuration, with a minimal search budget if its plans are never carried out. Plans that are
+    never carried out serve only to estimate step times."""
     config = run.config()
     if run.control.planning:
         return config

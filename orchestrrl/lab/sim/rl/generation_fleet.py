@@ -264,8 +264,8 @@ class OverFabric:
     kv_bytes_per_token: float
 
     def __call__(self, leaving: Sequence[Leaving]) -> KvOutcome:
-        """Simulate the transfers. An instance whose KV would be available sooner by recomputation recomputes it, and
-        leaves the network to the others."""
+        """Simulate the transfers. An instance whose KV would be available sooner by recomputation recomputes the KV and
+        does not use the network, whose bandwidth is then free for other instances."""
         places = list(dict.fromkeys(each.destination for each in leaving))
         at = np.array([places.index(each.destination) for each in leaving], np.int64)
         again_s = np.bincount(

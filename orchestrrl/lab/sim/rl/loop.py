@@ -200,7 +200,8 @@ class Times(Protocol):
     def train(self, step: int, samples: int, begin_s: float) -> float: ...
 
     def sync(self, version: int, begin_s: float, beside: tuple[FabricStage, ...]) -> SyncTime:
-        """Return the time of a sync. `beside` are the stages that run when it begins, and continue."""
+        """Return the time of a sync. `beside` contains the stages that run when the sync begins and continue during
+        it."""
         ...
 
 

@@ -59,7 +59,7 @@ class TrainStage:
 
 
 class SyncCourse(StrEnum):
-    """The use of the fabric's circuits by a weight sync."""
+    """The alternative uses of the fabric's circuits by a weight sync."""
 
     KEEP = "keep"  # the current circuits
     CHANGE = "change"  # once, for the whole sync

@@ -56,7 +56,8 @@ class ClusterResult:
 
     @property
     def samples_per_s_per_musd(self) -> float:
-        """Throughput per million dollars of network: the OrchestrRL paper's throughput per dollar (section 7.3)."""
+        """The throughput per million dollars of network cost, the throughput per dollar of the OrchestrRL paper
+        (section 7.3)."""
         return self.run.samples_per_s / self.bill.network_usd * 1e6 if self.bill.network_usd else 0.0
 
 

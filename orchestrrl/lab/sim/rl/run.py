@@ -233,7 +233,8 @@ def splits(
 
 
 def best(found: Sequence[GpuSplit]) -> GpuSplit:
-    """Return the split with the fewest training GPUs among those within ALIKE of the highest throughput."""
+    """Return the split with the fewest training GPUs among the splits whose throughput is within the fraction ALIKE of
+    the highest."""
     most = max(each.samples_per_s for each in found)
     alike = (each for each in found if each.samples_per_s >= (1 - ALIKE) * most)
     return min(alike, key=lambda each: each.train_gpus)
@@ -273,7 +274,7 @@ def search(count: int, tried: Callable[[int], Found | None], worth: Callable[[Fo
 
 
 def faults_of(scenario: ClusterScenario, fabric: str | None, arm: str) -> list[str]:
-    """Return the faults of the arguments of `splits`."""
+    """Return the error messages for invalid arguments of `splits`."""
     titles, found = [section.title for section in scenario.fabrics], list[str]()
     if scenario.cluster.shared:
         found.append("cluster.shared: must be false, because GPUs that train and generate cannot be split")

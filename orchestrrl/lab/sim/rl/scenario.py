@@ -144,8 +144,8 @@ class TrainingSection(ScenarioSection):
 
 
 class GenerationSection(ProfiledSection):
-    """The workload of each step and the engines. By default, all plausible layouts are considered. Their step times are
-    predicted from model and GPU, and from the fabric's bandwidth for engines that span servers."""
+    """The workload of each step and the engines. By default, all plausible layouts are considered. The step times of
+    engines are predicted from model and GPU, and from the fabric's bandwidth for engines that span servers."""
 
     workload: WorkloadSection
     layouts: tuple[Annotated[str, AfterValidator(_is_layout)], ...] = ()  # excludes profile
@@ -173,7 +173,8 @@ class WeightSyncSection(ScenarioSection):
 
 
 class LoopSection(ScenarioSection):
-    """The RL loop. `warmup_steps` fill the pipeline and train the forecast; rates exclude them."""
+    """The rules of the RL loop. The first `warmup_steps` steps fill the pipeline and train the forecast; rates exclude
+    these steps."""
 
     mode: LoopMode = LoopMode.ONE_STEP_ASYNC
     staleness: Number | None = None  # bound in versions, for bounded_staleness
@@ -321,7 +322,8 @@ SMALLEST = "cluster64"
 
 
 def load_cluster_scenario(source: str) -> ClusterScenario:
-    """Load a scenario from a file, or the built-in scenario of that name. Raises ProblemFaults with all faults."""
+    """Load a scenario from a file, or the built-in scenario of that name. Raises ProblemFaults with all faults of the
+    scenario."""
     text, folder = scenario_text(source, FOLDER)
     return scenario_of(parse_yaml(text), folder)
 

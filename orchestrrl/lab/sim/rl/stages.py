@@ -126,7 +126,7 @@ class FabricStages:
         return self._once(key, lambda: generation_stages(self.ready(failed), arm, seed, steps))
 
     def train(self, failed: SimulatedFailures, job: TrainJob) -> TrainingIteration:
-        """Return an optimiser step on the job's samples."""
+        """Return the simulated optimiser step of training on the job's samples."""
         key = ("train", failed, job)
         return self._once(key, lambda: iteration(job, self.without(failed)))
 

@@ -35,8 +35,9 @@ _PART = re.compile(r"([A-Za-z_][A-Za-z_0-9]*)((?:\[\d+\])*)")
 
 
 class SweepSection(ScenarioSection):
-    """The document of a sweep. `base` is a cluster scenario, by name or file. `set` changes it for all points. `grid`
-    has one point for every combination of its values, at paths such as cluster.nic_gbps or fabrics[0].options.ratio."""
+    """The document of a sweep. `base` is a cluster scenario, by name or file. `set` changes the base scenario for all
+    points. `grid` defines one point for every combination of values, at paths such as cluster.nic_gbps or
+    fabrics[0].options.ratio."""
 
     base: Annotated[str, Field(min_length=1)]
     set: dict[str, Any] = Field(default_factory=dict)
@@ -114,7 +115,7 @@ def points_of(section: SweepSection, folder: Path) -> list[SweepPoint]:
 
 
 def _base(source: str, folder: Path) -> tuple[dict[Any, Any], Path]:
-    """Return the base document and its folder. A file name is relative to the sweep's folder."""
+    """Return the base document and its folder. A file name in the sweep is relative to the sweep's folder."""
     if Path(source).suffix in (".yaml", ".yml"):
         source = str(folder / source)
     try:

@@ -208,7 +208,7 @@ class Beside:
 
 
 def training_beside(job: TrainJob, recipe: TrainingSection, seconds: float, servers: Servers) -> Beside:
-    """Return the traffic of a training step that takes `seconds`. All its GPUs wait for each other."""
+    """Return the traffic of a training step that takes `seconds`. All GPUs of the step wait for each other."""
     flows = training_flows(job, recipe, servers).times(1 / seconds)
     return Beside.of(FabricStage.TRAIN, flows, np.zeros(len(flows), np.int64), servers)
 

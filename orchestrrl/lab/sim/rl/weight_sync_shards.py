@@ -2,7 +2,7 @@
 have no side effects.
 
 Elements with the same holding servers and the same receiving servers form one shard, for any number of ranks on both
-sides. A shard is sent to a server once, and from the server's NICs to its GPUs over NVLink.
+sides. A shard is sent to a server once, and is then forwarded to the server's GPUs over NVLink.
 
 The site is derived from a network's links. Servers are the endpoints, as in production, where the peer on each host has
 the shards of its GPUs. A PoD is a set of servers connected without the core. In rail-aligned fabrics, all ToRs that the

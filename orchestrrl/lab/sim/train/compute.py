@@ -56,8 +56,8 @@ class Kernels:
         return self.gpu.hbm_bytes_per_s * self.constants.hbm_efficiency
 
     def gemm_s(self, m: float, n: float, k: float, *, groups: int = 1, accumulates: bool = False) -> float:
-        """Return the seconds of a kernel with `groups` products of m by k with k by n. `accumulates`: the result is
-        added to 32-bit gradients."""
+        """Return the duration in seconds of a kernel that computes `groups` products of an m x k matrix and a k x n
+        matrix. If `accumulates` is true, the result is added to 32-bit gradients."""
         if min(m, n, k) <= 0:
             return 0.0
         flops = 2.0 * m * n * k * groups
@@ -228,7 +228,7 @@ class Memory:
 
 
 def memory_of(job: TrainJob) -> Memory:
-    """Return the memory of the pipeline rank that needs the most."""
+    """Return the memory of the pipeline rank that needs the most memory."""
     found = (
         Memory(_state_bytes(job, dense, experts), _activation_bytes(job, rank))
         for rank, (dense, experts) in enumerate(rank_parameters(job))

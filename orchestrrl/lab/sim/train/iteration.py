@@ -194,7 +194,7 @@ def _sent(given: StageLoad, schedule: PipelineSchedule, op: PipelineOp) -> list[
 
 
 def windows(found: tuple[CollectiveBoundary, ...]) -> tuple[OverlapWindow, ...]:
-    """Return the windows between collectives in which no collective runs."""
+    """Return the time windows between collectives during which no collective runs."""
     if len(found) < 2:
         return ()
     begin_s = np.array([each.begin_s for each in found])

@@ -34,9 +34,9 @@ class TrainConstants:
     service/gpu/model/matmul_interpolator_data.h) within a third from inner sizes of 512 on, and within a tenth for
     large sizes.
     attention: cuDNN's fused attention on an H100, head size 128, causal (FlashAttention-3, arXiv 2407.08608, figures 5
-    and 6), reaches 410, 484, 518, 539 TFLOPS forward at 1k, 2k, 4k, 16k tokens. Backward, it reaches 408, 465, 499, 516
-    without a mask, and 0.85 of that with one, as forward. The curve efficiency * s / (s + half_tokens) passes through
-    these points.
+    and 6), reaches 410, 484, 518, 539 TFLOPS forward at 1k, 2k, 4k, 16k tokens. The backward pass reaches 408, 465,
+    499, 516 TFLOPS without a mask, and 0.85 of that with a mask, as in the forward pass. The curve efficiency * s / (s
+    + half_tokens) passes through these points.
     hbm: a copy on an H100 SXM reaches 3.0 of 3.35 TB/s; kernels that also compute reach slightly less.
     """
 
@@ -102,9 +102,9 @@ class TrainLayout:
 
 @dataclass(frozen=True, slots=True)
 class TrainJob:
-    """An optimiser step on `sequences` of `tokens` each (mean), in micro-batches of `micro_sequences` per data-parallel
-    rank. Micro-batches are equal, as in frameworks that pack sequences by length. The cost of attention depends on the
-    squares of the lengths."""
+    """An optimiser step on `sequences` sequences of `tokens` tokens each (mean), in micro-batches of `micro_sequences`
+    per data-parallel rank. Micro-batches are equal, as in frameworks that pack sequences by length. The cost of
+    attention depends on the squares of the lengths."""
 
     model: Model
     gpu: GpuModel

@@ -225,7 +225,8 @@ class StageLoad:
     crossing: frozenset[str]
 
     def schedule(self, gather_s: float = 0.0) -> PipelineSchedule:
-        """Return the schedule. Gathering all parameters takes `gather_s` and overlaps with the first forward pass."""
+        """Return the schedule of the passes. Gathering all parameters takes `gather_s` and overlaps with the first
+        forward pass."""
         if not gather_s:
             return run(self.ops, self.stages, self.job.micro_batches)
         layout = self.job.layout
@@ -234,7 +235,7 @@ class StageLoad:
         return run(self.ops, replace(self.stages, gathered_s=gathered_s), self.job.micro_batches)
 
     def sends(self, segment: PassSegment) -> bool:
-        """Return whether a segment sends over the network."""
+        """Return whether the collective of a segment sends over the network."""
         return segment.sends_s > 0 and segment.group in self.crossing
 
     @property

@@ -98,7 +98,7 @@ def _of_passes(job: TrainJob, servers: Servers) -> dict[str, GroupCollective]:
 
 
 def _layer_passes(job: TrainJob) -> tuple[float, float]:
-    """Return the number of layers of a rank, summed over all micro-batches, and the passes through each."""
+    """Return two numbers: the layers of a rank, summed over all micro-batches, and the passes through each layer."""
     return job.micro_batches * job.model.layers / job.layout.pp, 3.0 if job.recompute else 2.0
 
 
@@ -133,7 +133,8 @@ def _ring(members: Ints, given: float, servers: Servers) -> MessageTransfer:
 
 
 def _down(members: Ints, given: float, servers: Servers, *, around: bool) -> MessageTransfer:
-    """Return the messages from each pipeline rank to the next; with `around`, also from the last to the first."""
+    """Return the messages from each pipeline rank to the next rank; if `around` is true, also from the last rank to the
+    first."""
     pairs = np.stack([members, np.roll(members, -1, axis=1)], axis=2)
     pairs = pairs if around else pairs[:, :-1]
     return collectives.p2p(pairs.reshape(-1, 2), given, servers)

@@ -35,7 +35,7 @@ class Period:
 
     @classmethod
     def of(cls, name: str, stage: FabricStage, demand: GpuFlows) -> "Period":
-        """Build a period with an id that is unique to the demand, because it contains a hash of it."""
+        """Build a period with an id that is unique to the demand, because the id contains a hash of the demand."""
         digest = sha256()
         for each in (demand.src, demand.dst, demand.bytes):
             digest.update(each.tobytes())
@@ -71,8 +71,8 @@ class Pods:
 @dataclass(frozen=True, slots=True)
 class SimulatedFailures:
     """The failed components of a fabric. The traffic of a failed NIC goes over NVLink to the server's other NICs.
-    Failures of switches and links are given as the lost fraction of a bundle: `tor_uplinks={3: 0.25}` is a quarter of
-    the uplinks of ToR 3."""
+    Failures of switches and links are given as the lost fraction of a bundle: `tor_uplinks={3: 0.25}` means that a
+    quarter of the uplinks of ToR 3 has failed."""
 
     nics: frozenset[int] = frozenset()
     tor_uplinks: Shares = field(default_factory=dict)  # by ToR: lost fraction of its uplinks, or of its OCS ports

@@ -154,7 +154,8 @@ def _flood(
 def _lead_to(
     target: int, links: DirectedLinks, back: DirectedLinks, distance: Ints, onward: Floats, order: Ints
 ) -> None:
-    """Compute the hops from each node to the target, and the width of the shortest paths from it (`onward`)."""
+    """Compute the number of hops from each node to the target, and `onward`, the width of the shortest paths from each
+    node to the target."""
     distance[:] = -1
     distance[target], onward[target] = 0, np.inf
     order[0], first, end = target, 0, 1
@@ -199,7 +200,8 @@ class CircuitLinks:
 
     @classmethod
     def between_servers(cls, wiring: Wiring, joins: Ints, servers: Servers) -> "CircuitLinks":
-        """Add circuits between servers. `joins` [from, to] is the number of NICs that connect one server to another."""
+        """Add circuits between servers. `joins` is the number of NICs that connect one server to another, indexed by
+        [from, to]."""
         width = np.asarray(joins * servers.nic_bytes_per_s, np.float64)
         light_s = np.full(joins.shape, 2 * servers.propagation_s)
         return cls.lay(wiring, width, np.full(joins.shape, LinkTier.DIRECT), light_s, servers.nics)

@@ -40,9 +40,9 @@ from planner.fabric.generate import ShapeFault
 
 @dataclass(frozen=True, eq=False)
 class ClosCabling:
-    """The cabling of a tree of packet switches. `tor_ratio` is the bandwidth of a ToR's NICs over that of its uplinks;
-    1 is non-blocking. The core is as wide as the ToRs' uplinks. The number of uplinks is rounded up, so that the actual
-    ratio may be slightly lower."""
+    """The cabling of a tree of packet switches. `tor_ratio` is the bandwidth of a ToR's NICs divided by that of its
+    uplinks; a ratio of 1 is non-blocking. The core is as wide as the ToRs' uplinks. The number of uplinks is rounded
+    up, so that the actual ratio may be slightly lower."""
 
     tor_of: Ints  # [nic]; -1: not part of this tree
     pod_of: Ints  # [tor]

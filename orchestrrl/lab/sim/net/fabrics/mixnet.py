@@ -72,11 +72,12 @@ class MixNet(SimulatedFabric):
 
     @property
     def pods(self) -> Pods:
-        """The regions. Traffic between regions can use only the NICs on the tree."""
+        """The regions of servers, as PoDs. Traffic between regions can use only the NICs on the tree."""
         return Pods(np.arange(self.servers.count) // self.servers_per_region, apart=True)
 
     def inventory(self) -> Inventory:
-        """Return the components. A NIC at an OCS has one transceiver, one fibre and one OCS port."""
+        """Return the number of components of each type. A NIC at an OCS has one transceiver, one fibre and one OCS
+        port."""
         optical = self.servers.count * self.optical
         return self.tree.inventory() + Inventory(
             transceivers=optical, nics=self.servers.nics, ocs_ports=optical, fibers=optical

@@ -130,8 +130,9 @@ class RFabric(SimulatedFabric):
         return max((each.device.reconfiguration_s for each in used), default=0.0)
 
     def inventory(self) -> Inventory:
-        """Return the components. A NIC's link has a transceiver at both ends and a ToR port. A ToR's fibre has one
-        transceiver, one ToR port and one OCS port. A lane to the core is a fibre between two OCS ports."""
+        """Return the number of components of each type. A NIC's link has a transceiver at both ends and a ToR port. A
+        ToR's fibre has one transceiver, one ToR port and one OCS port. A lane to the core is a fibre between two OCS
+        ports."""
         nics, lanes = self.servers.nics, len(self.site.lanes)
         up = sum(map(len, self.site.fibres[SiteTier.AGG].values())) - lanes
         return Inventory(

@@ -44,7 +44,7 @@ def evenly(count: int, per_pod: int) -> Ints:
 
 
 def fitted(site: Site, place: Ints) -> Site:
-    """Return the site reduced to the servers in the slots `place`."""
+    """Return the site with only the servers in the slots `place`."""
     here = [site.servers[number] for number in place.tolist()]
     wanted = _wanted(site, here)
     ordered = sorted(site.switches, key=lambda each: (each.tier, each.pod or "", each.id))
@@ -91,7 +91,7 @@ def _trimmed(site: Site, group: Sequence[Switch], wanted: Mapping[EndpointId, in
 
 
 def _chosen(site: Site, switch: Switch, ports: Sequence[int], count: int) -> tuple[int, ...]:
-    """Return `count` of the ports: reserved ports first, up to one half of them, then free ports."""
+    """Return `count` of the ports: first reserved ports, at most half of `count`, then free ports."""
     reserved = [port for port in ports if (switch.id, port) in site.reserved][: count // 2]
     free = [port for port in ports if (switch.id, port) not in site.reserved]
     return tuple(sorted([*free[: count - len(reserved)], *reserved]))
@@ -114,7 +114,7 @@ class RFabricCircuits:
 
     @cached_property
     def at_rest(self) -> frozenset[PortPair]:
-        """The circuits outside any period: they connect all ToRs of a rail evenly."""
+        """The circuits outside any period, which connect all ToRs of a rail evenly."""
         demand = (self._rail[:, None] == self._rail).astype(np.float64)
         np.fill_diagonal(demand, 0.0)
         intent = self._intent("rest", Stage.TRAIN, demand)
@@ -280,7 +280,7 @@ class RFabricCircuits:
 
 def _anywhere(stage: Stage) -> StageTemplate:
     """Return the template of a site without PoD roles: all PoDs may be changed and connected. Spare ports are used as
-    in the stage's own template."""
+    specified by the stage's own template."""
     return replace(TEMPLATES[stage], touched=_EITHER, core_roles=_ANY_TWO)
 
 

@@ -68,8 +68,8 @@ def _permutations(demand: Floats, nics: int, rings: int) -> Ints:
 
 
 def _strides(count: int, rings: int) -> list[int]:
-    """Return the strides of rings that visit every server. They are near the powers of one number, so that every server
-    is reached in few hops."""
+    """Return the strides of rings that visit every server. The strides are close to the powers of one number, so that
+    every server is reached in few hops."""
     whole = [stride for stride in range(1, count) if gcd(stride, count) == 1] or [0]
     base = count ** (1 / rings)
     return [min(whole, key=lambda stride: (abs(stride - base**number), stride)) for number in range(rings)]
@@ -89,7 +89,8 @@ class TopoOpt(SimulatedFabric):
         return Pods(np.zeros(self.servers.count, np.int64), apart=False)
 
     def inventory(self) -> Inventory:
-        """Return the components. A NIC has one transceiver, and its pair of fibres ends at one patch panel port."""
+        """Return the number of components of each type. A NIC has one transceiver, and its pair of fibres ends at one
+        patch panel port."""
         nics = self.servers.nics
         return Inventory(transceivers=nics, nics=nics, patch_panel_ports=nics, fibers=nics)
 

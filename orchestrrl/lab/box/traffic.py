@@ -78,7 +78,7 @@ class Flow:
         return before + (after - before) * (at_s - before_s) / (after_s - before_s)
 
     def longest_pause_s(self, since_s: float, until_s: float) -> float:
-        """Return the longest time in seconds between two arrivals of data."""
+        """Return the longest time in seconds without an arrival of data between `since_s` and `until_s`."""
         times = [since_s, *(at_s for at_s, _ in self.arrivals if since_s < at_s < until_s), until_s]
         return max(later - earlier for earlier, later in itertools.pairwise(times))
 

@@ -1,7 +1,7 @@
 """Simulate generation steps under the real planner and balancer, without the rest of the control plane. This is fast
 enough for the scoreboard.
 
-The simulation includes the planner (forecast, plan admission and costs), which is called as by the daemon, the
+The simulation includes the planner (forecast, plan admission and costs), called in the same way as in the daemon, the
 balancer's packing, the engines' schedulers, and redeployments with their duration. Unlike `sim gen`, it excludes
 agents, gateway, journal and operations. Telemetry is never delayed or stale. Moves and stops take no time. Requests are
 first routed by KV capacity instead of one by one. Plans are not corrected by the outcome of earlier plans, and there
@@ -210,7 +210,8 @@ class _FastFleet:
 
     def _submit(self, requests: Sequence[SimRequest]) -> None:
         """Submit requests to engines. If the arm routes, a request goes to the engine with the fewest requests per KV
-        capacity, as by the gateway's load index with idle engines. Otherwise, prompts are assigned round-robin."""
+        capacity, as the gateway's load index chooses among idle engines. Otherwise, prompts are assigned
+        round-robin."""
         engines = [self._engines[id] for id in sorted(self._engines)]
         queue = [(0.0, place) for place in range(len(engines))]
         heapify(queue)

@@ -347,7 +347,7 @@ class _Line:
         return (FabricStage.GEN,)
 
     def _bring_weights(self, step: int) -> None:
-        """Install the newest available version, which is at least the version that the step needs."""
+        """Install the version that the step needs or, with bounded staleness, the newest available version."""
         needed, now_s = self.needs.version[step], self.engines_free_s
         if self._carries:
             self.installed = max(self.installed, self._choice(needed, bisect_right(self.sync_end_s, now_s) - 1))

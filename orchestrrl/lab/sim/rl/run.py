@@ -97,7 +97,8 @@ def run_arm(stages: FabricStages, arm: str, seed: int) -> ClusterResult:
 
 
 def _bill(stages: FabricStages) -> Bill:
-    """Return the price of the cluster. The network's price is 0 if the prices for its link rate are unknown."""
+    """Return the price of the cluster and of its network by component. The network's price is 0 if the prices for its
+    link rate are unknown."""
     cluster = stages.scenario.cluster
     gpus_usd = None if cluster.gpu_usd is None else cluster.gpu_usd * cluster.gpus
     if cluster.nic_gbps not in PRICES_USD:

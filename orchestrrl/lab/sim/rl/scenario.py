@@ -439,8 +439,8 @@ def _fault_faults(scenario: ClusterScenario) -> Iterable[str]:
 
 
 def _uplink_faults(scenario: ClusterScenario, fault: ClusterFaultSection) -> Iterable[str]:
-    """Yield a fault for each fabric that lacks a ToR or PoD that fails. A fabric is checked by a loss of 0 at the
-    highest number."""
+    """Yield a fault for each fabric that lacks a ToR or PoD that fails. Each fabric is checked by simulating the loss
+    of a fraction of 0 of the highest-numbered ToR or PoD."""
     none_lost = {max(fault.of): 0.0}
     failures, parts = {
         FaultyPart.TOR_UPLINKS: (SimulatedFailures(tor_uplinks=none_lost), "ToRs"),

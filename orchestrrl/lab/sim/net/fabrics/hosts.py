@@ -156,8 +156,8 @@ class HostNetwork:
 
     @cached_property
     def _stand_ins(self) -> tuple[Ints, Ints]:
-        """The NICs that carry each NIC's traffic, in compressed rows: the NIC itself, or, if it failed, all working
-        NICs of its server. The last row is that of NO_NIC."""
+        """The NICs that carry each NIC's traffic, in compressed rows: the NIC itself, or, if the NIC has failed, all
+        working NICs of its server. The last row is that of NO_NIC."""
         own = self.servers.nics_per_server
         usable = sorted(set(self.place)) if self.place else list(range(own))
         rows: list[list[int]] = []
@@ -253,7 +253,7 @@ class HostNetwork:
         return rows.routes(latency_s)
 
     def _beside(self, nics: Ints) -> Ints:
-        """Return the first GPU at each NIC, as an array indexed by NIC."""
+        """Return the first GPU at each of the given NICs."""
         server, place = np.divmod(nics, self.servers.nics_per_server)
         per_nic = self.servers.gpus_per_server // self.servers.nics_per_server
         return np.asarray(server * self.servers.gpus_per_server + place * per_nic)

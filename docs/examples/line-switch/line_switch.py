@@ -123,4 +123,4 @@ def _nothing(words: list[str]) -> None:
 
 
 class LineSwitch(ConfiguredSwitch, options=LineOptions, wire=LineWire):
-    """The driver `line`."""
+    """The driver `line` for the example switch."""

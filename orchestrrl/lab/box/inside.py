@@ -1,8 +1,8 @@
 """The process inside the namespaces: `python -m orchestrrl.lab.box.inside ORDER`, where ORDER is a `BoxOrder` as JSON.
 
 The shows measure TCP traffic: rates by number of circuits, a transfer during changes, rerouting around a failed port,
-and detection of swapped cables. It prints lines of JSON: the name of each show as it starts, and finally the results.
-It exits when its standard input is closed.
+and detection of swapped cables. The process prints lines of JSON: the name of each show as it starts, and finally the
+results. It exits when its standard input is closed.
 """
 
 import asyncio

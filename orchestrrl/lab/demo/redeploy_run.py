@@ -39,8 +39,8 @@ class FlightSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """The resumption of the requests that the gateway held during a redeployment. Times are wall-clock seconds from the
-    admission of requests to the new engines to a request's first new token."""
+    """The resumption of the requests that the gateway held during a redeployment. Times are wall-clock seconds between
+    the admission of requests to the new engines and a request's first new token."""
 
     requests: int
     context_tokens: int  # recomputed tokens of all requests

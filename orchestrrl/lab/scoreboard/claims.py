@@ -19,7 +19,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class PaperClaim:
-    """A figure of the paper: one number, or a range. The open side of a bound is null in JSON."""
+    """A figure of the paper: one number, or a range. The unbounded side of a range is null in JSON."""
 
     low: Annotated[float, BeforeValidator(lambda value: -inf if value is None else value)]
     high: Annotated[float, BeforeValidator(lambda value: inf if value is None else value)]

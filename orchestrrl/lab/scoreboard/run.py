@@ -141,7 +141,7 @@ def read(folder: Path, id: str, quick: bool, code: str) -> Made | None:
 
 
 def as_json(made: Made) -> dict[str, Any]:
-    """Return a figure as a JSON document. The open side of a bound is null."""
+    """Return a figure as a JSON document. The unbounded side of a range is null."""
     document: dict[str, Any] = json.loads(_MADE.dump_json(made))
     for fields, row in zip(document["rows"], made.rows, strict=True):
         fields["difference"] = row.difference

@@ -211,7 +211,7 @@ class VirtualManaged:
         raise Permanent(f"{self.url}: simulated engines do not support scaling")
 
     async def close(self) -> None:
-        """Do nothing: the client holds no connection."""
+        """Do nothing, because the client holds no connection."""
 
     def _engine(self) -> VirtualEngine:
         engine = self._find(self.url)

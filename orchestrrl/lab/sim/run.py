@@ -427,7 +427,7 @@ def _shares_links(scenario: GenerationScenario, kinds: Mapping[ConfigurationId, 
 
 
 def _static_run(scenario: GenerationScenario, seed: int, steps: Sequence[Ran]) -> SeedRun:
-    """Return the results of a static arm for one seed, without the warm-up."""
+    """Return the results of a static arm for one seed, without the warm-up steps."""
     ran = measured(scenario, steps)
     run = SeedRun(seed, [step.makespan_s for _, step in ran], sum(step.samples for _, step in ran))
     run.busy_gpu_s = sum(sum(step.busy_s) * kind.gpus for kind, step in ran)

@@ -1,4 +1,4 @@
-"""The simulated engine's scheduler: continuous batching as in vLLM, in virtual time. It has no side effects and only
+"""The simulated engine's scheduler: continuous batching as in vLLM, in virtual time. The scheduler does no I/O and only
 counts tokens.
 
 A step decodes one token of every running sequence and takes

@@ -127,7 +127,7 @@ class LabProcess:
 
     async def request(self, question: Mapping[str, Any], within_s: float = ANSWER_WITHIN_S) -> Any:
         """Write a line of JSON to the process's input, and return the JSON value of the next output line. Raises
-        Permanent if the process ends."""
+        Permanent if the process ends or prints no line within `within_s`."""
         async with self._turn:
             self.send(question)
             return json.loads(await self.next_line(within_s))

@@ -235,7 +235,7 @@ def splits(
 
 def best(found: Sequence[GpuSplit]) -> GpuSplit:
     """Return the split with the fewest training GPUs among the splits whose throughput is within the fraction ALIKE of
-    the highest."""
+    the highest throughput."""
     most = max(each.samples_per_s for each in found)
     alike = (each for each in found if each.samples_per_s >= (1 - ALIKE) * most)
     return min(alike, key=lambda each: each.train_gpus)

@@ -96,7 +96,8 @@ class TopoOpt(SimulatedFabric):
 
     @cached_property
     def joins(self) -> Ints:
-        """The number of NICs of the first server that send to a NIC of the second, indexed by [server, server]."""
+        """The number of NICs of the first server that send to a NIC of the second server, indexed by [server,
+        server]."""
         servers = self.servers
         works = HostNetwork(servers, self.failed).nic_works.reshape(servers.count, -1)
         found = np.zeros((servers.count, servers.count), np.int64)

@@ -70,7 +70,7 @@ class CalientOptions(HttpOptions):
 
 
 class CalientRestWire(SwitchWire):
-    """Implements the verbs of `base.SwitchWire` as HTTP requests."""
+    """Implements the operations of `base.SwitchWire` as HTTP requests."""
 
     def __init__(self, options: CalientOptions, clock: DeviceClock, session: HttpSession | None = None) -> None:
         self.capabilities = SwitchCapabilities(bulk=True, port_power=options.port_source is PortSource.DETAIL)

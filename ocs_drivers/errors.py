@@ -1,5 +1,5 @@
-"""The errors that a driver raises. Each names the device and the command, quotes the device's answer, and implies the
-caller's next step."""
+"""The errors that a driver raises. Each error names the device and the command and quotes the device's answer. Its
+class determines the caller's next step."""
 
 import os
 from collections.abc import Iterator
@@ -13,15 +13,15 @@ def shown(value: object) -> str:
 
 
 def reason_of(error: OSError) -> str:
-    """Return the system's reason, such as `Connection refused`, without the name of the call that failed."""
+    """Return the system's reason for the error, such as `Connection refused`, without the name of the failed call."""
     if error.errno is not None and error.errno > 0:  # name-resolution errors are negative
         return os.strerror(error.errno)
     return error.strerror or str(error)
 
 
 class DriverError(Exception):
-    """Base class of driver errors; never raised itself. `answer` is the device's answer, verbatim; "" if there was
-    none."""
+    """Base class of driver errors; only its subclasses are raised. `answer` is the device's answer, verbatim; "" if
+    there was no answer."""
 
     def __init__(self, message: str, *, device: str = "", command: str = "", answer: str = "") -> None:
         super().__init__(message)
@@ -56,7 +56,7 @@ class DriverOutcomeUnknown(DriverError):
 
 
 class DriverFaults(DriverPermanent):
-    """All faults of one call, each as `path: what is wrong, got VALUE`."""
+    """An error that lists all faults of one call, each as `path: what is wrong, got VALUE`."""
 
     def __init__(self, faults: list[str], *, device: str = "") -> None:
         super().__init__("\n".join(faults), device=device)
@@ -76,12 +76,12 @@ class InvalidOptions(DriverFaults):
 
 class CircuitConflict(DriverFaults):
     """The change is well formed, but the device is not in the state it assumes: a port is in use or failed, or the
-    revision has changed. Nothing was sent. Read the device and plan again."""
+    revision has changed. Nothing was sent. The caller should read the device and plan again."""
 
 
 @contextmanager
 def naming(device: str) -> Iterator[None]:
-    """Add the device's name to driver errors raised in the block that name none."""
+    """Add the device's name to every driver error raised in the block that does not name a device."""
     try:
         yield
     except DriverError as error:

@@ -1,4 +1,5 @@
-"""Device faults and their schedule: `FaultSchedule().at(12.0, DeviceFault(DeviceFaultKind.FAIL_PORT, 7))`."""
+"""Device faults and their schedule, for example `FaultSchedule().at(12.0, DeviceFault(DeviceFaultKind.FAIL_PORT,
+7))`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,7 +55,8 @@ class DeviceFault:
 
 @dataclass(frozen=True, slots=True)
 class FaultSchedule:
-    """Faults with their times in seconds since the device was switched on. Each call returns a longer schedule."""
+    """Faults with their times in seconds since the device was switched on. A schedule is immutable: `at` returns a new
+    schedule with the given faults added."""
 
     due: tuple[tuple[float, DeviceFault], ...] = ()
 
@@ -63,7 +65,7 @@ class FaultSchedule:
 
 
 class ScheduledFault(CheckedOptions):
-    """A fault as users write it. `at_s` is in seconds since the device was switched on."""
+    """A fault in the form in which users write it. `at_s` is the number of seconds after the device was switched on."""
 
     at_s: SecondsOr0 = 0.0
     kind: DeviceFaultKind
@@ -74,8 +76,8 @@ class ScheduledFault(CheckedOptions):
 
 
 def parse_schedule(items: object) -> tuple[FaultSchedule, list[str]]:
-    """Return the schedule in plain data, such as `[{"at_s": 12, "kind": "fail_port", "port": 7}]`, and every fault in
-    that data."""
+    """Parse a schedule given as plain data, such as `[{"at_s": 12, "kind": "fail_port", "port": 7}]`. Return the
+    schedule of the valid entries and a list of all faults in the data."""
     if not isinstance(items, list | tuple):
         return FaultSchedule(), [f"faults: must be a list, got {items!r}"]
     schedule, wrong = FaultSchedule(), []

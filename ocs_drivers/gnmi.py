@@ -1,8 +1,8 @@
 """The driver `gnmi`: switches configured over gNMI, with the tables of SONiC-OCS or OpenConfig's proposed model.
 
-The models, and the assumptions about each, are documented in gnmi_sonic.py and gnmi_openconfig.py; gnmi_session.py has
-the connection. All removals of a commit are one SetRequest, and all additions another. A device that refuses a request
-may have carried out part of it, so the device is read back in either case.
+The models, and the assumptions about each model, are documented in gnmi_sonic.py and gnmi_openconfig.py;
+gnmi_session.py has the connection. All removals of a commit are sent in one SetRequest, and all additions in a second
+one. A device that refuses a request may have carried out part of it, so the device is read back in either case.
 """
 
 from ocs_drivers.base import DeviceClock
@@ -19,8 +19,9 @@ def _wire(options: GnmiOptions, clock: DeviceClock) -> GnmiWire:
 class GnmiSwitch(ConfiguredSwitch, options=GnmiOptions, wire=_wire):
     """The driver `gnmi`. `address` is `HOST` or `HOST:PORT`; `model` is sonic or openconfig.
 
-    With `tls`, the device's certificate must be signed by `tls_ca_file` (by default, one of the system's authorities)
-    and name the host, or `tls_server_name`; `tls_cert_file` and `tls_key_file` are the client's certificate and key.
-    `user` and `password` are sent as metadata. `origin` of paths: by default the one the device announces (sonic), or
-    none (openconfig). `slot` is the optical module that forms this switch (openconfig).
+    With `tls`, the device's certificate must be signed by `tls_ca_file` (by default, by one of the system's
+    authorities) and name the host, or `tls_server_name`; `tls_cert_file` and `tls_key_file` are the client's
+    certificate and key. `user` and `password` are sent as metadata. `origin` is the origin of paths; by default, the
+    origin that the device announces (sonic) or none (openconfig). `slot` is the optical module whose ports this driver
+    controls (openconfig).
     """

@@ -1,4 +1,4 @@
-"""Convert gNMI messages to plain data: paths, and trees assembled from updates. Pure.
+"""Convert gNMI messages to plain data (paths, and trees assembled from updates), without side effects.
 
 A path is a tuple of elements; an element is a name and its keys. A tree has the structure of JSON: mappings, lists of
 mappings that include their keys as members, and leaves.
@@ -37,8 +37,8 @@ def path_to_pb(elems: Path, origin: str = "") -> Any:
 
 
 def path_from_pb(message: Any, prefix: Any = None) -> Path:
-    """Convert a path message. Module names (`openconfig-optical-switch:port`) are dropped. Old servers fill `element`
-    instead of `elem`."""
+    """Convert a path message to a path. Module names in front of element names (`openconfig-optical-switch:port`) are
+    dropped. The field `element` is used if `elem` is empty, as in messages of old servers."""
     elems = [*(prefix.elem if prefix is not None else ()), *message.elem]
     if not elems:
         return path(*(_bare(name) for name in (*(prefix.element if prefix is not None else ()), *message.element)))
@@ -50,8 +50,8 @@ def value_to_pb(value: object) -> Any:
 
 
 def value_from_pb(message: Any) -> Any:
-    """Convert a value. Raises ValueError if JSON is malformed. Values of other kinds are returned as they are: every
-    leaf that the drivers read then has text or a number."""
+    """Convert a value message to plain data. Values in JSON are parsed; values of other kinds are returned unchanged,
+    because every leaf that the drivers read is then text or a number. Raises ValueError if JSON is malformed."""
     kind = message.WhichOneof("value")
     value = getattr(message, kind) if kind else None
     if kind in ("json_val", "json_ietf_val"):
@@ -60,7 +60,7 @@ def value_from_pb(message: Any) -> Any:
 
 
 def tree(updates: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
-    """Merge all updates into one tree, whether they arrive as a whole, by list entry or by leaf."""
+    """Merge all updates into one tree. An update may contain a whole container, a list entry or a leaf."""
     root: dict[str, Any] = {}
     for elems, value in updates:
         graft(root, elems, value)
@@ -78,14 +78,15 @@ def graft(root: dict[str, Any], elems: Path, value: Any) -> None:
 
 
 def member(data: Any, *names: str) -> Any:
-    """Return the value at this path in a tree; None if absent."""
+    """Return the value in a tree at the path that the names form; None if it is absent."""
     for name in names:
         data = data.get(name) if isinstance(data, Mapping) else None
     return data
 
 
 def mapping(data: Any) -> Mapping[str, Any]:
-    """Return a container of a tree; empty if it is absent. Raises ValueError for anything else."""
+    """Return a container of a tree unchanged, or an empty mapping for None. Raises ValueError if the value is not a
+    container."""
     if data is None:
         return {}
     if not isinstance(data, Mapping):
@@ -94,7 +95,8 @@ def mapping(data: Any) -> Mapping[str, Any]:
 
 
 def entries(data: Any) -> list[Mapping[str, Any]]:
-    """Return the entries of a list in a tree."""
+    """Return the entries of a list in a tree; an empty list for None. Raises ValueError if the value is not a list of
+    containers."""
     if data is None:
         return []
     if not isinstance(data, list):

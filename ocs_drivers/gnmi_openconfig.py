@@ -2,15 +2,15 @@
 
 `/optical-switch/optical-switch-topology/state` describes the device: `port-connectivity` (`INGRESS_EGRESS` or
 `ANY_TO_ANY`), port counts and first indices. `/optical-switch/port-connections/port-connection[slot][port]` has the
-order in `config/{peer-slot,peer-port}` and its effect in `state`. `/optical-switch/port-statuses/port-status` has the
-state of ports. The driver treats one slot as one switch: its ports are those of one optical module, by the device's
-numbers.
+configured connection in `config/{peer-slot,peer-port}` and the connection in effect in `state`.
+`/optical-switch/port-statuses/port-status` has the states of ports. The driver treats one slot as one switch, whose
+ports are the ports of one optical module, with the device's numbers.
 
 Assumed: a connection is listed under its ingress port (or, on an any-to-any device, under either); `state` follows the
-mirrors, as applied state does in OpenConfig; the update of several entries in one SetRequest is one transaction, of
-which the hardware may apply a part. Unknown: the values of `port-status` (DISABLED and FAILED are understood; no other
-value makes a port unusable), and whether counts are per module or in total: with several modules, per module is
-assumed. The proposal was not merged, so devices may differ from it.
+mirrors, as applied state does in OpenConfig; the update of several entries in one SetRequest is one transaction,
+although the hardware may apply only a part of it. Unknown: the values of `port-status` (DISABLED and FAILED are
+understood; no other value makes a port unusable), and whether counts are per module or in total: if there are several
+modules, counts per module are assumed. The proposal was not merged, so devices may differ from it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ STATUS = {"DISABLED": PortStatus.DISABLED, "FAILED": PortStatus.FAILED}
 
 @dataclass(frozen=True, slots=True)
 class OpenConfigTopology:
-    """The ports of one slot."""
+    """The ports of one slot and the pairs of ports that can be connected."""
 
     slot: str
     connectivity: Connectivity
@@ -52,13 +52,15 @@ class OpenConfigTopology:
     egress_ports: range
 
     def normal(self, port: int, peer: int) -> CrossConnect:
-        """Return a connection in this project's form, regardless of which of its ports lists it."""
+        """Return a connection of two ports as a cross-connect with the ingress port first (any-to-any: the smaller
+        number), regardless of which of the two ports lists it."""
         is_turned = port > peer if self.connectivity is Connectivity.ANY_TO_ANY else port not in self.ingress_ports
         return CrossConnect(peer, port) if is_turned else CrossConnect(port, peer)
 
 
 def topology(data: Any, slot: str) -> OpenConfigTopology:
-    """Parse the container `state`. Raises ValueError, stating the fault."""
+    """Parse the container `state` of the topology. Raises ValueError with the reason if it is invalid or does not
+    contain the slot."""
     state = mapping(data)
     kind = str(state.get("port-connectivity", "")).rpartition(":")[2]
     if kind not in CONNECTIVITY:
@@ -78,14 +80,15 @@ def topology(data: Any, slot: str) -> OpenConfigTopology:
 
 
 def connection_path(topology: OpenConfigTopology, port: int) -> Path:
-    """Return the path of one entry, never of the whole list."""
+    """Return the path of the list entry for a port; it never denotes the whole list. Raises ValueError if the slot has
+    no such port."""
     keys = (("port", str(_port(topology, port))), ("slot", topology.slot))
     return (*CONNECTIONS, Elem("port-connection", keys))
 
 
 def circuits(topology: OpenConfigTopology, data: Any) -> dict[DeviceCircuit, set[int]]:
-    """Return the circuits of this slot, and the ports under which each is listed. A circuit that is ordered but not
-    applied is tuning."""
+    """Return the circuits of this slot, each with the ports under which it is listed. A circuit that is configured but
+    not applied yet is in state tuning."""
     ordered: dict[CrossConnect, set[int]] = {}
     applied: dict[CrossConnect, set[int]] = {}
     for entry in entries(member(data, "port-connection")):
@@ -137,7 +140,7 @@ def _number(value: Any, name: str) -> int:
 
 
 class OpenConfigWire(GnmiWire):
-    """Implements the verbs for the model `openconfig`."""
+    """Implements the operations of `base.SwitchWire` for the model `openconfig`."""
 
     async def attach(self, models: Mapping[str, str]) -> None:
         self._software = models.get(MODEL, "")

@@ -1,9 +1,9 @@
-"""A connection to a gNMI server: Capabilities, Get, Set, Subscribe, with driver errors, and the base class of the wires
-of all data models. A subclass of `GnmiWire` contains the paths of one model.
+"""A connection to a gNMI server: Capabilities, Get, Set, Subscribe, with errors translated into driver errors. It also
+has `GnmiWire`, the base class for all data models; a subclass defines the paths of one model.
 
 The driver uses pygnmi's generated messages but not its client: the client blocks, has no time limits for Get and Set,
 logs to standard output once it is imported, and without a CA file trusts any certificate. grpc.aio runs in the event
-loop like every other channel of the process; it needs no threads, and this module never forks.
+loop like every other channel of the process; it needs no threads, and this module never forks the process.
 """
 
 import asyncio
@@ -97,7 +97,7 @@ class GnmiOptions(DriverOptions):
 
 
 class NotThere(DriverPermanent):
-    """The server has no data at this path."""
+    """Raised when the server has no data at the requested path."""
 
 
 async def _content(file: str) -> bytes | None:
@@ -116,7 +116,8 @@ def _subscription(paths: Sequence[Path], origin: str) -> Any:
 
 
 async def _translated(command: str, call: Awaitable[T], *, is_setter: bool = False) -> T:
-    """Return the result of a call, or raise its error as a driver error."""
+    """Return the result of a gRPC call. Its errors are raised as driver errors; for a setter without a clear refusal,
+    as DriverOutcomeUnknown."""
     try:
         return await call
     except grpc.aio.AioRpcError as error:
@@ -133,7 +134,8 @@ async def _translated(command: str, call: Awaitable[T], *, is_setter: bool = Fal
 
 
 class GnmiWire(SwitchWire):
-    """The `base.SwitchWire` of one switch: a session with its server, which is opened again after an error."""
+    """The `base.SwitchWire` of one switch: a session with the switch's gNMI server. `SwitchDriver` opens it again after
+    an error."""
 
     capabilities = SwitchCapabilities(bulk=True, tuned_state=True, events=True)
 
@@ -147,12 +149,13 @@ class GnmiWire(SwitchWire):
 
     @abstractmethod
     async def attach(self, models: Mapping[str, str]) -> None:
-        """Read the data that the other verbs need. `models` are the models that the device supports, with their
-        versions."""
+        """Read the data that the other verbs need. `models` maps the names of the models that the device supports to
+        their versions."""
 
     @abstractmethod
     def watched(self) -> Sequence[Path]:
-        """Return the paths below which ports and circuits are found. Called after both have been read."""
+        """Return the paths to subscribe to for changes of ports and circuits. Called after ports and circuits have been
+        read."""
 
     async def open(self) -> None:
         self._channel = await self._new_channel()
@@ -167,7 +170,7 @@ class GnmiWire(SwitchWire):
             await channel.close()
 
     async def tree(self, where: Path) -> Mapping[str, Any]:
-        """Return the container at a path, assembled from all updates in the answer; empty if there is no data."""
+        """Read the container at a path, assembled from all updates in the answer; empty if there is no data."""
         command = f"Get {self._origin}:{shown(where)}" if self._origin else f"Get {shown(where)}"
         request = gnmi_pb2.GetRequest(path=[path_to_pb(where, self._origin)], encoding=gnmi_pb2.JSON_IETF)
         try:
@@ -186,7 +189,8 @@ class GnmiWire(SwitchWire):
         return mapping(member(tree(rooted), *(elem.name for elem in where)))
 
     async def transact(self, *, delete: Sequence[Path] = (), update: Sequence[tuple[Path, object]] = ()) -> None:
-        """Send one SetRequest. A path to delete must have its keys: without a key it denotes a whole table."""
+        """Send one SetRequest. Each path to delete must include the keys of its list entry, because a path without keys
+        denotes the whole table."""
         request = gnmi_pb2.SetRequest(
             delete=[path_to_pb(elems, self._origin) for elems in delete],
             update=[
@@ -198,8 +202,8 @@ class GnmiWire(SwitchWire):
         await _translated(f"Set {' '.join(told)}", call, is_setter=True)
 
     async def changes(self, paths: Sequence[Path]) -> AsyncGenerator[None, None]:
-        """Yield once the subscription is in force, and then after changes at and below the paths: once for all changes
-        that arrived while the caller was busy."""
+        """Yield once when the subscription is established, and again after changes at or below the paths. All changes
+        that arrive while the caller is busy cause a single item."""
         command = f"Subscribe {' '.join(shown(elems) for elems in paths)}"
         call = self._live().Subscribe(metadata=self._metadata)
         has_changed = asyncio.Event()
@@ -252,7 +256,8 @@ class GnmiWire(SwitchWire):
             await watcher.close()
 
     async def _states(self) -> dict[int | CrossConnect, str]:
-        """Return the status of every port, by its number, and the state of every circuit."""
+        """Return the status of every port, keyed by port number, and the state of every circuit, keyed by
+        cross-connect."""
         ports, circuits = await self.read_ports(), await self.read_circuits()
         return {
             **{port.port: port.status for port in ports},

@@ -1,16 +1,18 @@
-"""SONiC-OCS over gNMI: its tables and their meaning. Naming and parsing are pure; `SonicWire` uses a session.
+"""SONiC-OCS over gNMI: its tables and their meaning. The functions for names and parsing have no side effects;
+`SonicWire` uses a session.
 
 Sources: the OCS design of sonic-net/SONiC (doc/ocs/ocs_hld.md) and the image `ocs-kvm` of sonic-ocs/sonic-buildimage,
-which differ. CONFIG_DB, where circuits are ordered: `OCS_PORT[1A]{label,state}` (image: `config_status`), with state
-`normal|force_blocked` (image: also `powered_off`), and `OCS_CROSS_CONNECT[1A-2B]{a_side,b_side}`. STATE_DB, with the
-effect: `OCS_PORT{status}` with `blocked|tuning|tuned|failed`, and `OCS_CROSS_CONNECT{a_side_status,b_side_status}`; in
-the image, tables end in `_TABLE`, ports have `oper_status` (`connected` for tuned) and circuits have their own
-`status`. Both forms are read. With N ports on the A side, a circuit of A side port 1 and B side port 2 is 1:(N+2) here,
-because the two ports called 2 each have a state.
+which differ. CONFIG_DB, where circuits are configured, has `OCS_PORT[1A]{label,state}` (image: `config_status`), with
+state `normal|force_blocked` (image: also `powered_off`), and `OCS_CROSS_CONNECT[1A-2B]{a_side,b_side}`. STATE_DB, which
+reports the effect, has `OCS_PORT{status}` with `blocked|tuning|tuned|failed`, and
+`OCS_CROSS_CONNECT{a_side_status,b_side_status}`; in the image, tables end in `_TABLE`, ports have `oper_status`
+(`connected` for tuned) and each circuit has a `status`. Both forms are read. With N ports on the A side, a circuit of A
+side port 1 and B side port 2 is 1:(N+2) here, because port 2 of each side has its own state.
 
-Assumed: deleting and updating keys of OCS_CROSS_CONNECT in one SetRequest is one transaction of the database. It does
-not cover the mirrors: the hardware may apply part of it, and rejected circuits may stay ordered. Such a circuit is
-neither free nor tuned here. Unknown: whether orders survive a restart (only once the configuration is saved).
+Assumed: deleting and updating keys of OCS_CROSS_CONNECT in one SetRequest is one transaction of the database. The
+transaction does not include the mirrors: the hardware may apply part of it, and rejected circuits may stay in
+CONFIG_DB. Here, the ports of such a circuit are in use, but the circuit is not tuned. Unknown: whether circuits in
+CONFIG_DB survive a restart (presumably only once the configuration is saved).
 """
 
 import re
@@ -54,13 +56,13 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class SonicPorts:
-    """The number of simplex ports on each side, named `1A`..`NA` and `1B`..`MB`."""
+    """The number of simplex ports on each side. Ports are named `1A`..`NA` and `1B`..`MB`."""
 
     a_ports: int
     b_ports: int
 
     def port(self, name: str) -> int:
-        """Return the number of a named port. Raises ValueError if this device has no such port."""
+        """Return the number of the port with this name. Raises ValueError if this device has no such port."""
         found = _PORT.fullmatch(name)
         if found is None or int(found[1]) > (self.a_ports if found[2] == "A" else self.b_ports):
             raise ValueError(f"a port must be within 1A..{self.a_ports}A or 1B..{self.b_ports}B, got {name!r}")
@@ -72,7 +74,8 @@ class SonicPorts:
         return f"{port}A" if port <= self.a_ports else f"{port - self.a_ports}B"
 
     def key(self, pair: CrossConnect) -> str:
-        """Return the table key of a cross-connect. Raises ValueError unless it goes from the A side to the B side."""
+        """Return the table key of a cross-connect. Raises ValueError unless its ingress port is on the A side and its
+        egress port on the B side."""
         if not 1 <= pair.ingress_port <= self.a_ports < pair.egress_port <= self.a_ports + self.b_ports:
             raise ValueError(f"a cross-connect must go from the A side to the B side, got {pair}")
         return f"{self.name(pair.ingress_port)}-{self.name(pair.egress_port)}"
@@ -85,7 +88,8 @@ class SonicPorts:
 
 
 def sides_of(names: Iterable[str]) -> SonicPorts:
-    """Return the sides formed by the listed ports. Raises ValueError unless both sides are numbered without gaps."""
+    """Return the two sides that the listed ports form. Raises ValueError if a side has no ports, or its ports are not
+    numbered from 1 without gaps."""
     listed = set(names)
     strange = sorted(name for name in listed if not _PORT.fullmatch(name))
     sides = SonicPorts(sum(name.endswith("A") for name in listed), sum(name.endswith("B") for name in listed))
@@ -97,7 +101,8 @@ def sides_of(names: Iterable[str]) -> SonicPorts:
 
 
 def circuits(sides: SonicPorts, ordered: Mapping[str, Any], shown: Mapping[str, Any]) -> list[DeviceCircuit]:
-    """Return the circuits in the two tables of cross-connects: those ordered, those in effect, or both."""
+    """Return the circuits that are in the table of configured cross-connects, in the table of cross-connects in effect,
+    or in both."""
     found = []
     for key in sorted({*ordered, *shown}):
         entry, state = mapping(ordered.get(key)), mapping(shown.get(key))
@@ -130,7 +135,7 @@ def _port_status(ordered: Mapping[str, Any], shown: Mapping[str, Any]) -> PortSt
 
 
 class SonicWire(GnmiWire):
-    """Implements the verbs for the model `sonic`."""
+    """Implements the operations of `base.SwitchWire` for the model `sonic`."""
 
     async def attach(self, models: Mapping[str, str]) -> None:
         if not self._options.origin:
@@ -182,7 +187,8 @@ class SonicWire(GnmiWire):
         return [*tables, path(CONFIG, HOST, PORTS)]
 
     async def _shown(self, table: str) -> Mapping[str, Any]:
-        """Return a table of STATE_DB under either of its names; empty if it does not exist yet."""
+        """Read a table of STATE_DB, which may have either of two names. Return its rows; empty if it does not exist
+        yet."""
         for suffix in SUFFIXES if self._suffix is None else (self._suffix,):
             rows = await self._table(STATE, table + suffix)
             if rows:
@@ -191,12 +197,12 @@ class SonicWire(GnmiWire):
         return {}
 
     async def _table(self, database: str, table: str) -> Mapping[str, Any]:
-        """Return all rows of a table; a table without rows does not exist."""
+        """Read all rows of a table; empty if the table does not exist, as is the case for a table without rows."""
         return await self.tree(path(database, HOST, table))
 
 
 def cross_connect_path(key: str) -> Path:
-    """Return the path of one row, never of the whole table."""
+    """Return the path of one row; it never denotes the whole table. Raises ValueError if the key is malformed."""
     if not _CROSS_CONNECT.fullmatch(key):
         raise ValueError(f"a cross-connect must have the form 1A-2B, got {key!r}")
     return path(CONFIG, HOST, CROSS_CONNECTS, key)

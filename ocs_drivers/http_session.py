@@ -1,8 +1,9 @@
-"""HTTP with a device: one request at a time, each on its own connection, so that the outcome of a request is
+"""HTTP requests to a device, one at a time and each on a new connection, so that the outcome of each request can be
 classified.
 
-Connections are not reused: if a device closed an idle one, a setter would be lost and its outcome unknown. Requests are
-not retried, redirects are not followed, answers are limited in size, and certificates are verified.
+Connections are not reused: if a device closed an idle connection, a setter sent on it would be lost and its outcome
+unknown. Requests are not retried, redirects are not followed, answers are limited in size, and certificates are
+verified.
 """
 
 import base64
@@ -54,14 +55,14 @@ class DeviceResponse:
 
     @property
     def excerpt(self) -> str:
-        """The beginning of the body as printable text."""
+        """The beginning of the body, as printable text for messages."""
         text = " ".join(self.body[: 4 * SHOWN_CHARACTERS].decode("utf-8", "replace").split())
         shown = "".join(sign if sign.isprintable() else "?" for sign in text)
         return f"HTTP {self.status}" + (f": {shown[:SHOWN_CHARACTERS]}" if shown else "")
 
 
 class HttpOptions(DriverOptions):
-    """The options of every driver over HTTP. `tls_ca_file` (PEM) replaces the system's authorities."""
+    """The options of every driver that uses HTTP. `tls_ca_file` (PEM) replaces the system's authorities."""
 
     default_ports: ClassVar[Mapping[Scheme, int]]
 
@@ -87,7 +88,7 @@ class HttpOptions(DriverOptions):
 
     @property
     def url(self) -> str:
-        """The URL without a path."""
+        """The device's URL without a path, with scheme, host and port."""
         host, port = split_address(self.address, self.default_ports[self.scheme])
         return f"{self.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -97,8 +98,8 @@ class HttpOptions(DriverOptions):
 
 
 class HttpSession:
-    """Sends requests to one device. With `cookies`, a session cookie replaces the password once the device has sent
-    one. When the device no longer accepts the cookie, the password is sent again."""
+    """Sends requests to one device. With `cookies`, requests carry the device's session cookie instead of the password,
+    once the device has sent a cookie. When the device no longer accepts the cookie, the password is sent again."""
 
     def __init__(self, options: HttpOptions, clock: DeviceClock, *, cookies: bool = False) -> None:
         self._options = options
@@ -140,10 +141,10 @@ class HttpSession:
         headers: Mapping[str, str] | None = None,
         is_setter: bool = False,
     ) -> DeviceResponse:
-        """Send a request and return the answer, regardless of its status. `content` is sent as JSON.
+        """Send a request and return the response, whatever its status. `content` is sent as JSON.
 
         Raises DriverRetryable if the request certainly had no effect, DriverOutcomeUnknown if a setter was sent and not
-        answered, and DriverPermanent if the peer is not the device: an untrusted certificate, or no HTTP.
+        answered, and DriverPermanent if the peer has an untrusted certificate or does not use HTTP.
         """
         target = path + ("?" + "&".join(f"{quote(k)}={quote(v, safe='')}" for k, v in query.items()) if query else "")
         body = None if content is None else json.dumps(content, separators=(",", ":")).encode()
@@ -217,8 +218,8 @@ async def _note_sent(session: aiohttp.ClientSession, context: SimpleNamespace, p
 
 
 def check_status(answer: DeviceResponse, command: str, is_setter: bool, text: str = "") -> None:
-    """Raise the driver error for a status other than 2xx. `text` is the device's message, if one was found in the
-    body."""
+    """Raise the driver error that corresponds to the response's status, unless the status is 2xx. `text` is the
+    device's message, if the body contains one."""
     text = text or answer.excerpt
     match answer.status:
         case status if 200 <= status < 300:
@@ -247,7 +248,7 @@ def _after_s(answer: DeviceResponse) -> float:
 
 
 def parse_json(body: bytes) -> object:
-    """Parse any bytes as JSON. Raises ValueError, stating the fault."""
+    """Parse any bytes as JSON. Raises ValueError with the reason if they are not valid JSON."""
     try:
         value: object = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -262,8 +263,9 @@ def _refuse_constant(text: str) -> NoReturn:
 def read_answer(
     answer: DeviceResponse, command: str, parse: Callable[[object], T], *, is_setter: bool = False, text: str = ""
 ) -> T:
-    """Return the result of `parse` on an answer's JSON; an empty body is an empty list. Raises as `check_status` does.
-    Raises DriverPermanent if the answer is invalid, or DriverOutcomeUnknown if it answers a setter."""
+    """Return `parse` applied to the JSON of the response; an empty body counts as an empty list. Raises errors as
+    `check_status` does. For an invalid answer, raises DriverOutcomeUnknown if the request was a setter, and
+    DriverPermanent if not."""
     check_status(answer, command, is_setter, text)
     try:
         return parse(parse_json(answer.body) if answer.body.strip() else [])

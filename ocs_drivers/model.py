@@ -1,7 +1,7 @@
 """The data model of optical circuit switches: ports, cross-connects, changes and their results. Values are frozen.
 
-Ports are numbered as the device numbers them. An `ingress_egress` device may use one number on both sides (Calient) or
-number the egress side after the ingress side (Polatis); both are the two ranges of `SwitchFacts`.
+Ports have the device's numbers. An `ingress_egress` device may use the same numbers on both sides (Calient) or number
+the egress ports after the ingress ports (Polatis); `SwitchFacts` has the range of each side.
 """
 
 import hashlib
@@ -14,14 +14,14 @@ from typing import Self
 
 
 class Connectivity(StrEnum):
-    """The pairs of ports that a device can connect: one ingress with one egress port, or any two ports."""
+    """The pairs of ports that a device can connect: an ingress port with an egress port, or any two ports."""
 
     INGRESS_EGRESS = "ingress_egress"
     ANY_TO_ANY = "any_to_any"
 
 
 class BootBehaviour(StrEnum):
-    """The state of cross-connects after the device restarts."""
+    """The state of the cross-connects after a restart of the device."""
 
     DARK = "dark"
     RESTORE = "restore"
@@ -29,8 +29,8 @@ class BootBehaviour(StrEnum):
 
 
 class ChangeMode(StrEnum):
-    """The treatment of a port that is in use and is to be connected: refuse, evict its circuit, or clear the whole
-    device first. Only circuits owned by this driver are ever evicted."""
+    """The treatment of a port that a change needs and another circuit uses: refuse the change, evict that circuit, or
+    evict all circuits that the change does not name. Only circuits owned by this driver are evicted."""
 
     SAFE = "safe"
     UPDATE = "update"
@@ -64,8 +64,8 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class CrossConnect:
-    """A light path from one port to another. On an any-to-any device the smaller number is the ingress, by
-    convention."""
+    """A light path from one port to another. By convention, the smaller port number is the ingress on an any-to-any
+    device."""
 
     ingress_port: int
     egress_port: int
@@ -79,12 +79,13 @@ class CrossConnect:
 
     @property
     def turned(self) -> "CrossConnect":
-        """The same ports with ingress and egress exchanged."""
+        """The cross-connect with ingress and egress ports exchanged."""
         return CrossConnect(self.egress_port, self.ingress_port)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse the output of `str`. Raises ValueError, stating the fault."""
+        """Parse the text that `str` of a cross-connect returns. Raises ValueError with the reason if it is
+        malformed."""
         ingress, colon, egress = text.partition(":")
         if not (colon and ingress.isdecimal() and egress.isdecimal()):
             raise ValueError("must be INGRESS:EGRESS, two port numbers")
@@ -122,17 +123,19 @@ class SwitchFacts:
 
     @property
     def ports(self) -> int:
-        """The number of distinct port numbers."""
+        """The number of distinct port numbers on both sides together."""
         return len({*self.ingress_ports, *self.egress_ports})
 
     def normal(self, pair: CrossConnect) -> CrossConnect:
-        """Return the canonical form of this cross-connect on this device."""
+        """Return the cross-connect in canonical form: on an any-to-any device with the smaller port first, otherwise
+        unchanged."""
         if self.connectivity is Connectivity.ANY_TO_ANY and pair.ingress_port > pair.egress_port:
             return pair.turned
         return pair
 
     def ends(self, pair: CrossConnect) -> tuple[tuple[str, int], tuple[str, int]]:
-        """Return the two (kind, port) slots that a cross-connect occupies. No two cross-connects may share a slot."""
+        """Return the two (kind, port) slots that a cross-connect occupies. A slot can belong to at most one
+        cross-connect."""
         if self.connectivity is Connectivity.ANY_TO_ANY:
             return ("port", pair.ingress_port), ("port", pair.egress_port)
         return ("ingress_port", pair.ingress_port), ("egress_port", pair.egress_port)
@@ -140,8 +143,8 @@ class SwitchFacts:
 
 @dataclass(frozen=True, slots=True)
 class SwitchCapabilities:
-    """The capabilities of a driver with its device. Undeclared capabilities are not promised; declared ones are
-    tested."""
+    """The capabilities of a driver on its device. The conformance suite tests every declared capability. Callers must
+    not rely on undeclared capabilities."""
 
     bulk: bool = False  # one command carries many cross-connects
     tuned_state: bool = False  # distinguishes tuning from tuned; otherwise every listed circuit counts as tuned
@@ -160,7 +163,7 @@ class PortState:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCircuit:
-    """A cross-connect as the device reports it."""
+    """A cross-connect, with the state that the device reports."""
 
     cross_connect: CrossConnect
     state: CircuitState = CircuitState.TUNED
@@ -170,7 +173,7 @@ class DeviceCircuit:
 
 @dataclass(frozen=True, slots=True)
 class Unconfirmed:
-    """A change on trial: it is reverted unless it is confirmed in time."""
+    """A change on trial: it is reverted at `until_s` unless it is confirmed before."""
 
     # the revision a confirmation must name; None: the device's state after the commit is not known
     revision: int | None
@@ -191,14 +194,14 @@ class Unconfirmed:
 
 
 def utc(at_s: float) -> str:
-    """Format a time of the driver's clock for display."""
+    """Format a time in seconds since the Unix epoch as UTC, for display."""
     return datetime.fromtimestamp(at_s, UTC).isoformat(sep=" ", timespec="seconds").removesuffix("+00:00") + " UTC"
 
 
 @dataclass(frozen=True, slots=True)
 class CrossConnectReading:
     """All cross-connects of a device at one instant, sorted. The revision changes whenever the set of cross-connects
-    changes, through this driver or not. For a device without revisions of its own, it is the fingerprint of the set."""
+    changes, whichever client changes it. If the device has no revisions, the revision is the fingerprint of the set."""
 
     circuits: tuple[DeviceCircuit, ...]
     revision: int
@@ -210,14 +213,14 @@ class CrossConnectReading:
 
     @property
     def foreign(self) -> frozenset[CrossConnect]:
-        """The cross-connects that this driver does not own. They are never changed unless they are taken over by
-        name."""
+        """The cross-connects that this driver does not own. The driver does not change them unless they are taken over
+        by name."""
         return frozenset(circuit.cross_connect for circuit in self.circuits if not circuit.ours)
 
 
 def fingerprint(cross_connects: Iterable[CrossConnect]) -> int:
-    """Return a hash that is the same for equal sets, on any machine and after any restart. It has 52 bits, which JSON's
-    doubles represent exactly."""
+    """Return a hash of a set of cross-connects. Equal sets have the same hash, on any machine and after any restart. It
+    has 52 bits, which JSON's doubles represent exactly."""
     text = ",".join(str(pair) for pair in sorted(set(cross_connects)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 12
 
@@ -232,7 +235,7 @@ class CircuitChange:
 
 @dataclass(frozen=True, slots=True)
 class CircuitDiff:
-    """The steps of a change on a device in the state `before`. Removals precede additions."""
+    """The steps of a change on a device in the state `before`. Removals are carried out before additions."""
 
     mode: ChangeMode
     revision: int  # of the device at the time of planning
@@ -251,16 +254,17 @@ class CircuitDiff:
 
     @property
     def way_back(self) -> "CircuitDiff":
-        """The diff that undoes this one. Circuits that were there before and were not removed are not touched."""
+        """The diff that undoes this diff. It does not touch circuits that existed before and were not removed."""
         return replace(self, remove=self.add, add=self.remove)
 
 
 @dataclass(frozen=True, slots=True)
 class CrossConnectResult:
-    """The outcome of one addition or removal. Times are seconds since the commit began; None: not reached, or unknown.
+    """The outcome of one addition or removal. Times are seconds since the commit began; None if the state was not
+    reached or the time is unknown.
 
-    An accepted command does not imply that light passes: commanded (the device accepted the command), tuned (the device
-    shows it in place), link up (light at the far end).
+    Three times are distinguished, because an accepted command does not imply that light passes: commanded (the device
+    accepted the command), tuned (the device shows the circuit in place), and link up (light arrives at the far end).
     """
 
     cross_connect: CrossConnect
@@ -274,7 +278,7 @@ class CrossConnectResult:
 
 @dataclass(frozen=True, slots=True)
 class CommitResult:
-    """The result of a commit, read back from the device and never inferred from an acknowledgement."""
+    """The result of a commit, as read from the device afterwards. It never relies on an acknowledgement alone."""
 
     items: tuple[CrossConnectResult, ...]
     revision: int  # of the device after the commit
@@ -299,8 +303,8 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """True if the required circuits are in place. Light also depends on both hosts, so `dark` circuits do not make
-        it False."""
+        """True if all circuits that the diff adds are in place and all that it removes are gone. `dark` circuits do not
+        make it False, because light also depends on both hosts."""
         return not (self.missing or self.lingering or self.untuned)
 
 

@@ -1,18 +1,18 @@
 """The driver `netconf`: Polatis switches by their YANG model over NETCONF (RFC 6241), SSH port 830, with ncclient.
 
 Assumed, in addition to polatis_yang.py: the <hello> contains the revision of module `optical-switch`; cross-connects
-are edited in `running` (as working clients do), or, if only `candidate` is writable, there, under a lock and followed
-by a commit; one <edit-config> carries many pairs. Each pair is marked `merge` or `delete` and the default operation is
-`none`: only named pairs can change, and no request replaces or deletes the collection.
+are edited in `running`, as working clients do, or, if only `candidate` is writable, in `candidate` under a lock,
+followed by a commit; one <edit-config> carries many pairs. Each pair is marked `merge` or `delete` and the default
+operation is `none`: only named pairs can change, and no request replaces or deletes the collection.
 
-Unknown, and not relied upon: whether an edit is atomic (it is read back), whether the mirrors are in place when a pair
-is listed (`tuned_state` is not declared; a pair counts as tuned when the stated time has passed), and whether
+Unknown, and not relied upon: whether an edit is atomic (its effect is read back), whether the mirrors are in place when
+a pair is listed (`tuned_state` is not declared; a pair counts as tuned when the stated time has passed), and whether
 `:confirmed-commit` works. Events are not declared: there is a notification stream (RFC 5277), but it carries power and
 system alarms; cross-connects appear only in the free text of an activity log that an administrator must enable.
 
-Each session runs in its own thread, because ncclient is synchronous and must not block the event loop. A cancelled
-caller leaves the thread waiting. `close` then shuts down its connection, so that the thread ends. No other session is
-affected, because each session has its own thread, socket and manager and is never reused.
+Each session runs in a separate thread, because ncclient is synchronous and must not block the event loop. If a caller
+is cancelled, the thread keeps waiting until `close` shuts down its connection. Other sessions are not affected, because
+each session has a separate thread, socket and manager and is never reused.
 """
 
 import asyncio
@@ -61,9 +61,9 @@ BUSY_TAGS = frozenset({"lock-denied", "in-use", "resource-denied"})
 
 
 class NetconfOptions(DriverOptions):
-    """Options of the driver `netconf`. An empty `revision` means the announced one, an empty `size` the one in the
-    model name. The device is authenticated by `host_key` (base64), or otherwise by `known_hosts` (a file, by default
-    the user's own)."""
+    """Options of the driver `netconf`. If `revision` is empty, the announced revision is used; if `size` is empty, the
+    size in the model name. The device is authenticated by `host_key` (base64) if given, otherwise by the file
+    `known_hosts` (by default the user's known_hosts file)."""
 
     address: Address
     user: FilledText = "admin"
@@ -82,8 +82,8 @@ class NetconfOptions(DriverOptions):
 
 
 class PromptSession(SSHSession):  # type: ignore[misc]  # ncclient is not typed
-    """ncclient's session with two differences. Messages are sent at once; ncclient's reader looks for them every 0.1 s,
-    four times the time a piezo switch takes to move. Known hosts come from one file."""
+    """ncclient's session with two differences. Messages are sent at once, whereas ncclient polls for them every 0.1 s,
+    which is four times the time that a piezo switch takes to move. Known hosts are read from a single file."""
 
     def __init__(self, known_hosts: str) -> None:
         super().__init__(make_device_handler(None))
@@ -120,17 +120,16 @@ class NetconfSession:
         self._is_cut = False
 
     async def open(self) -> frozenset[str]:
-        """Connect, and return the capabilities that the device announces, verbatim."""
+        """Connect to the device and return the capabilities that it announces, verbatim."""
         return await self._run(self._connect)
 
     async def call(self, work: Callable[[Any], T]) -> T:
-        """Return the result of `work(manager)`, run in the thread with the ncclient manager. Raises errors of ncclient
-        and paramiko, and OSError; replies with <rpc-error> are returned."""
+        """Run `work(manager)` in the session's thread, with the ncclient manager, and return its result. Raises errors
+        of ncclient and paramiko, and OSError. Replies with <rpc-error> are returned, not raised."""
         return await self._run(lambda: work(self._manager))
 
     async def close(self) -> None:
-        """Send <close-session> if the session is idle, then shut down the connection in any case, which ends the
-        thread."""
+        """Send <close-session> if the session is idle. In any case, shut down the connection, which ends the thread."""
         is_idle = self._work is None or self._work.done()
         try:
             if is_idle and self._manager is not None:
@@ -263,9 +262,9 @@ class NetconfWire(yang.PolatisWire):
 
 
 def subtree(container: str, leaves: Sequence[str] = ()) -> str:
-    """Return a subtree filter for the named leaves of each port of a container, or for all of the container. Parts of a
-    path may name their module, as in `system-config/polatis-switch:startup-mode`, and a leaf may be a path, as in
-    `opm/power`."""
+    """Return a subtree filter that selects the named leaves of each port in a container or, without leaves, the whole
+    container. Parts of a path may be prefixed with a module, as in `system-config/polatis-switch:startup-mode`, and a
+    leaf may be a path, as in `opm/power`."""
     inner = "".join(_nested(leaf.split("/")) for leaf in leaves)
     return _nested(f"{yang.MODULE}:{container}".split("/"), f"<port>{inner}</port>" if inner else "")
 
@@ -279,7 +278,7 @@ def _nested(path: Sequence[str], content: str = "") -> str:
 
 
 def plain(element: Any) -> dict[str, object]:
-    """Convert the children of an lxml or ElementTree element to the structure of JSON, without namespaces."""
+    """Convert the children of an lxml or ElementTree element to the structure of JSON. Namespaces are dropped."""
     found: dict[str, list[object]] = {}
     for child in element:
         if isinstance(child.tag, str):  # not a comment
@@ -289,7 +288,8 @@ def plain(element: Any) -> dict[str, object]:
 
 
 def edit(revision: str, action: Action, pairs: Sequence[CrossConnect]) -> str:
-    """Return the <config> that applies this action to these pairs and, with default operation `none`, to no others."""
+    """Return a <config> that adds or removes these pairs. With default operation `none` it affects no other pairs.
+    Raises ValueError if there are no pairs."""
     if not pairs:
         raise ValueError("the list must not be empty: some devices take an empty list as every circuit")
     name, operation = yang.pair_list(revision), OPERATION[action]
@@ -304,7 +304,7 @@ def edit(revision: str, action: Action, pairs: Sequence[CrossConnect]) -> str:
 
 def module_revision(capabilities: Collection[str], namespace: str, module: str) -> str | None:
     """Return the revision of a module as announced in a <hello>: `NAMESPACE?module=NAME&revision=DATE` (RFC 6020,
-    5.6.4). "" if it has none, None if the module is not announced."""
+    5.6.4). Return "" if the module is announced without a revision, and None if it is not announced."""
     for capability in sorted(capabilities, reverse=True):
         address, _, query = capability.strip().partition("?")
         announced = parse_qs(urlsplit(f"?{query}").query)
@@ -315,7 +315,7 @@ def module_revision(capabilities: Collection[str], namespace: str, module: str) 
 
 
 def _checked(reply: Any) -> Any:
-    """Return the reply. Raises RpcRefused if it has an <rpc-error> above a warning."""
+    """Return the reply. Raises RpcRefused if it contains an <rpc-error> of a severity above warning."""
     if errors := [error for error in reply.errors if error.severity != "warning"]:
         raise RpcRefused(errors)
     return reply
@@ -337,7 +337,7 @@ def _edit_candidate(manager: Any, config: str, how: dict[str, str]) -> None:
 
 
 async def _translated(command: str, work: Awaitable[T], *, is_setter: bool = False) -> T:
-    """Return the result of `work`, or raise its error as a driver error."""
+    """Return the result of `work`. Its errors are raised as driver errors."""
     try:
         return await work
     except RpcRefused as error:
@@ -358,7 +358,7 @@ async def _translated(command: str, work: Awaitable[T], *, is_setter: bool = Fal
 
 
 def _rpc_error_text(error: Any) -> str:
-    """Format an <rpc-error>, as the device sent it."""
+    """Format an <rpc-error> of the device as text for a message."""
     parts = (error.tag, error.app_tag, error.message, error.path and f"at {error.path}")
     return ": ".join(" ".join(str(part).split()) for part in parts if part) or "rpc-error"
 
@@ -366,8 +366,8 @@ def _rpc_error_text(error: Any) -> str:
 class NetconfSwitch(ConfiguredSwitch, options=NetconfOptions, wire=NetconfWire):
     """The driver `netconf`. `address` is `HOST` or `HOST:PORT`.
 
-    The device is authenticated by a host key in `known_hosts` (a file; by default the user's own) or by `host_key`
-    (base64, as in a known_hosts line), unless `verify_host_key` is false. `size`, such as 16x16 or 32xCC, is for
-    switches whose model name does not contain it; `revision` of module optical-switch for those that do not announce
-    it; `power` for those with power monitors.
+    The device is authenticated by a host key in `known_hosts` (a file; by default the user's known_hosts file) or by
+    `host_key` (base64, as in a known_hosts line), unless `verify_host_key` is false. `size`, such as 16x16 or 32xCC, is
+    for switches whose model name does not contain it; `revision` of module optical-switch is for switches that do not
+    announce it; `power` is for switches with power monitors.
     """

@@ -1,6 +1,7 @@
 """The options of a driver as a pydantic model: every fault is reported at once, with its path and value.
 
-A family declares its options as a subclass of `DriverOptions` and names it in its `ConfiguredSwitch`.
+A device family declares its options as a subclass of `DriverOptions`, and names that class in its subclass of
+`ConfiguredSwitch`.
 """
 
 import math
@@ -16,7 +17,8 @@ from ocs_drivers.errors import InvalidOptions, naming
 
 
 def must_be(what: str, is_right: Callable[[Any], object]) -> BeforeValidator:
-    """Return a validator that passes valid values unchanged and refuses others with the message `must be WHAT`."""
+    """Return a pydantic validator that passes valid values unchanged and rejects other values with the message `must be
+    WHAT`."""
 
     def check(value: Any) -> Any:
         if not is_right(value):
@@ -43,14 +45,15 @@ def as_text(value: object) -> object:
 
 
 def whole(at_least: int, at_most: int | None = None) -> BeforeValidator:
-    """Return a validator for a whole number within these limits."""
+    """Return a pydantic validator for whole numbers within these limits."""
     limits = f">= {at_least}" if at_most is None else f"within {at_least}..{at_most}"
     most = math.inf if at_most is None else at_most
     return must_be(f"a whole number {limits}", lambda value: is_whole(value) and at_least <= value <= most)
 
 
 def split_address(address: str, default_port: int) -> tuple[str, int]:
-    """Return host and port of `HOST`, `HOST:PORT` or `[IPV6]:PORT`. Raises ValueError for any other text."""
+    """Return the host and the port of an address of the form `HOST`, `HOST:PORT` or `[IPV6]:PORT`. Raises ValueError
+    for any other text."""
     is_bare = ":" not in address or (address.startswith("[") and address.endswith("]"))
     host, digits = (address, str(default_port)) if is_bare else address.rsplit(":", 1)
     host = host.removeprefix("[").removesuffix("]")
@@ -85,13 +88,13 @@ class CheckedOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def conflicts(self) -> list[str]:
-        """Return the faults of option combinations, each as `NAME: WHAT`. An option that failed its own check has its
-        default here; the others have the values given."""
+        """Return the faults of combinations of options, each as `NAME: WHAT`. When this is called, options that failed
+        their own check have their defaults, and the other options have the given values."""
         return []
 
     @classmethod
     def read(cls, given: Mapping[str, Any], prefix: str = "options.") -> Self:
-        """Validate the given options and return them. Raises InvalidOptions with every fault."""
+        """Validate the given options and return them as an instance. Raises InvalidOptions with every fault."""
         faults: list[str] = []
         try:
             options = cls.model_validate(given)
@@ -122,9 +125,9 @@ class DriverOptions(CheckedOptions):
 
 
 class FromOptions:
-    """Mix-in for drivers that are made from options: `class MySwitch(ConfiguredSwitch, options=MyOptions,
-    wire=MyWire)`. The fields of the options are keyword-only parameters of the class. `wire` makes the wire from the
-    options and the clock."""
+    """Mix-in for drivers that are constructed from options: `class MySwitch(ConfiguredSwitch, options=MyOptions,
+    wire=MyWire)`. The fields of the options class are keyword-only parameters of the driver class. `wire` is called
+    with the options and the clock, and returns the driver's wire."""
 
     _options_type: ClassVar[type[Any]]
     _make_wire: ClassVar[Any]
@@ -139,7 +142,7 @@ class FromOptions:
 
 
 class ConfiguredSwitch(FromOptions, SwitchDriver):
-    """A SwitchDriver that is made from options."""
+    """Base class for a SwitchDriver that is constructed from options."""
 
     def __init__(self, device: str, *, clock: DeviceClock | None = None, **given: Any) -> None:
         self.device = device

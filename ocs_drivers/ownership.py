@@ -1,4 +1,5 @@
-"""Record which cross-connects of a device this driver owns: those it made or took over by name. Pure."""
+"""Record which cross-connects of a device a driver owns: those that it made or took over by name. Has no side effects
+outside the record."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -8,9 +9,9 @@ from ocs_drivers.model import CrossConnect, DeviceCircuit, SwitchFacts
 
 
 class Ownership:
-    """The set of owned cross-connects. A circuit is owned from the moment it is commanded, so one that appears late,
-    after an unknown outcome, is not foreign. It stays owned while it is not shown, e.g. while the device restarts and
-    restores, until this driver removes it or its ports carry another circuit."""
+    """The set of owned cross-connects. A circuit is owned from the moment it is commanded, so a circuit that appears
+    late, after an unknown outcome, is not foreign. It stays owned even while the device does not show it, for example
+    during a restart, until this driver removes it or another circuit uses one of its ports."""
 
     def __init__(self) -> None:
         self._ours: set[CrossConnect] = set()
@@ -19,12 +20,12 @@ class Ownership:
         self._ours.update(pairs)
 
     def release(self, pairs: Iterable[CrossConnect]) -> None:
-        """Drop ownership of circuits that were removed or never came up."""
+        """Drop the ownership of these circuits, because they were removed or never came up."""
         self._ours.difference_update(pairs)
 
     def marked(self, facts: SwitchFacts, circuits: Iterable[DeviceCircuit]) -> tuple[DeviceCircuit, ...]:
-        """Return the circuits of a reading, sorted, each with its ownership. Owned pairs whose ports now carry another
-        circuit are dropped."""
+        """Return the circuits of a reading, sorted, with `ours` set on the owned circuits. Drop the ownership of pairs
+        whose ports now carry another circuit."""
         shown = sorted(circuits, key=lambda circuit: circuit.cross_connect)
         holders = occupants(facts, (circuit.cross_connect for circuit in shown))
         self._ours = {pair for pair in self._ours if all(holders.get(end, pair) == pair for end in facts.ends(pair))}

@@ -1,12 +1,13 @@
-"""Polatis switches in YANG, for RESTCONF and NETCONF alike: names, statuses, port numbers, and the reading verbs.
+"""The YANG models of Polatis switches, for RESTCONF and NETCONF: names, statuses, port numbers, and the operations that
+read the switch.
 
-Data has the structure of RFC 7951's JSON for either encoding. Every function that reads data takes any parsed JSON and
-raises ValueError, stating the fault.
+Data from either protocol has the structure of RFC 7951's JSON. Every function that reads data accepts any parsed JSON
+and raises ValueError with the reason if it is invalid.
 
 Modules `optical-switch` and `polatis-switch`, as published in opennetworkinglab/onos under models/polatis (revisions
 2017-08-04 and 2018-03-22, 2018-01-19). Assumed: the list of cross-connects is called `pairs` before revision 2017-08-04
 (as in onos' driver), which also has no `port-config`; ports are numbered 1..N on the ingress side and N+1..N+M on the
-egress side. Unknown: how a switch reports N and M. No leaf holds them, so they are read from the model name
+egress side. Unknown: how a switch reports N and M. No leaf contains them, so they are read from the model name
 (`I-OST-24x24-LU1-DMHNS`; `..576xCC..` for any-to-any). If that does not fit the ports, the user must set them.
 """
 
@@ -64,13 +65,13 @@ Sides = tuple[Connectivity, range, range]  # an any-to-any switch has one range 
 
 
 def pair_list(revision: str) -> str:
-    """Return the name of the list in `cross-connects` at this revision of `optical-switch`; ISO dates compare as
-    text."""
+    """Return the name of the list in `cross-connects` at this revision of `optical-switch`. Revisions are ISO dates and
+    are compared as text."""
     return "pair" if revision >= PAIR_REVISION else "pairs"
 
 
 def has_port_config(revision: str) -> bool:
-    """Return whether this revision has ports in `port-config`; older ones have them in `ports`."""
+    """Return whether this revision lists ports in `port-config`; older revisions list them in `ports`."""
     return revision >= PAIR_REVISION
 
 
@@ -79,7 +80,8 @@ def is_revision(text: str) -> bool:
 
 
 def parse_size(text: str) -> Sides | None:
-    """Return the sides of a size such as `24x24` or `576xCC`, found anywhere in the text; None if there is no size."""
+    """Return the connectivity, ingress ports and egress ports of a size such as `24x24` or `576xCC` found in the text;
+    None if the text contains no size."""
     found = _SIZE.search(text)
     if found is None:
         return None
@@ -93,9 +95,10 @@ def parse_size(text: str) -> Sides | None:
 
 
 def sides(model_name: str, ports: Collection[int], size: str | None = None) -> Sides:
-    """Return the ingress and egress ports, by the user's `size` if given, or by the model name.
+    """Return the connectivity, ingress ports and egress ports, according to the user's `size` if given, otherwise to
+    the model name.
 
-    Raises DriverPermanent if that does not fit the ports that the switch lists.
+    Raises DriverPermanent if the text contains no size, or a size that does not match the ports that the switch lists.
     """
     found = parse_size(size or model_name)
     source = f"option size, {size!r}" if size else f"the model name {model_name!r}"
@@ -128,7 +131,7 @@ Revision = Annotated[
 
 
 def parse_port(value: object) -> int:
-    """Parse a `portFormat` given as JSON number or text. Raises ValueError, stating the fault."""
+    """Parse a `portFormat`, given as a JSON number or as text. Raises ValueError with the reason if it is invalid."""
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= 5:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value not in PORT_NUMBERS:
@@ -137,7 +140,7 @@ def parse_port(value: object) -> int:
 
 
 def parse_status(value: object) -> PortStatus:
-    """Parse a port status of either revision. Raises ValueError, stating the fault."""
+    """Parse a port's status from the model's old or new revision. Raises ValueError if it is unknown."""
     status = {**PORT_STATUS, **OLD_PORT_STATUS}.get(value) if isinstance(value, str) else None
     if status is None:
         raise ValueError(f"a port's status must be one of {', '.join(PORT_STATUS)}, got {str(value)[:40]!r}")
@@ -145,7 +148,8 @@ def parse_status(value: object) -> PortStatus:
 
 
 def parse_power(value: object) -> float:
-    """Parse a `floatFormat2d` in dBm; JSON has decimal64 as text (RFC 7951). Raises ValueError, stating the fault."""
+    """Parse a `floatFormat2d` in dBm, given as a number or as text, the form of a decimal64 in JSON (RFC 7951). Raises
+    ValueError if it is not a decimal number."""
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float | str)
@@ -156,7 +160,8 @@ def parse_power(value: object) -> float:
 
 
 def information(data: object) -> dict[str, str] | None:
-    """Return the leaves of `product-information`, "" for missing ones; None if there is no such container."""
+    """Return the leaves of `product-information` by name, with "" for missing leaves; None if the container is
+    missing."""
     container = found(data, "product-information")
     if container is None:
         return None
@@ -164,7 +169,8 @@ def information(data: object) -> dict[str, str] | None:
 
 
 def cross_connects(data: object) -> list[CrossConnect]:
-    """Return the cross-connects listed under either name of the list."""
+    """Return the listed cross-connects. The list may be called `pair` or `pairs`. Raises ValueError if an ingress port
+    is listed twice."""
     container = mapping(found(data, CROSS_CONNECTS), CROSS_CONNECTS)
     listed: dict[int, CrossConnect] = {}
     for name in ("pair", "pairs"):
@@ -176,7 +182,8 @@ def cross_connects(data: object) -> list[CrossConnect]:
 
 
 def port_entries(data: object) -> dict[int, Mapping[str, object]]:
-    """Return the entries of `port-config`, or of `ports` in older revisions, by port number."""
+    """Return the entries of `port-config`, or of `ports` in older revisions, by port number. Raises ValueError if a
+    port is listed twice."""
     listed: dict[int, Mapping[str, object]] = {}
     for container in ("port-config", "ports"):
         for entry in entries(mapping(found(data, container), container), "port"):
@@ -188,8 +195,8 @@ def port_entries(data: object) -> dict[int, Mapping[str, object]]:
 
 
 def ports(data: object) -> list[PortState]:
-    """Return the ports of `port-config`, whose power is in `opm-power`, or of `ports` in older revisions, which has
-    both."""
+    """Return the states of all ports. Statuses are in `port-config` and power values in `opm-power`; older revisions
+    have both in `ports`."""
     powers = {
         parse_port(entry.get("port-id")): parse_power(entry["power"])
         for entry in entries(mapping(found(data, "opm-power"), "opm-power"), "port")
@@ -210,7 +217,7 @@ def boot(data: object) -> BootBehaviour:
 
 
 def found(data: object, name: str) -> object:
-    """Return the member of this name, with or without a module prefix."""
+    """Return the member of a mapping with this name, with or without a module prefix; None if there is none."""
     if isinstance(data, Mapping):
         for key, value in data.items():
             if key.rpartition(":")[2] == name:
@@ -219,7 +226,8 @@ def found(data: object, name: str) -> object:
 
 
 def mapping(container: object, name: str) -> Mapping[str, object]:
-    """Return the content of a container; empty if it is absent or, in XML, has no children."""
+    """Return the content of a container; empty if the container is absent or, in XML, has no children. Raises
+    ValueError for any other value."""
     if container is None or container == "":
         return {}
     if not isinstance(container, Mapping):
@@ -228,7 +236,8 @@ def mapping(container: object, name: str) -> Mapping[str, object]:
 
 
 def entries(container: Mapping[str, object], name: str) -> Iterator[Mapping[str, object]]:
-    """Yield the entries of a list; none if it is absent. A list with one entry may lack its brackets."""
+    """Yield the entries of the list with this name; none if the list is absent. A list with one entry may be given as
+    that entry, as it is in XML."""
     value = found(container, name)
     for entry in value if isinstance(value, list) else [] if value is None else [value]:
         if not isinstance(entry, Mapping):
@@ -243,8 +252,8 @@ def text_of(value: object, name: str) -> str:
 
 
 class PolatisWire(SwitchWire):
-    """The reading verbs, independent of the protocol. `hint` is appended to the error for a switch without this
-    model."""
+    """The operations that read a Polatis switch, independent of the protocol. If the switch does not have this model,
+    `hint` is appended to the error."""
 
     hint = ""
 
@@ -258,8 +267,8 @@ class PolatisWire(SwitchWire):
 
     @abstractmethod
     async def read(self, containers: Mapping[str, Sequence[str]]) -> Mapping[str, object]:
-        """Return these containers of `optical-switch`, with the named leaves of each port. A container that the switch
-        does not have is omitted."""
+        """Read these containers of `optical-switch`, limited to the named leaves of each port where leaves are given. A
+        container that the switch does not have is omitted."""
 
     async def read_facts(self) -> SwitchFacts:
         data = await self.read({"product-information": (), STARTUP_MODE: (), **self._ports()})
@@ -293,12 +302,13 @@ class PolatisWire(SwitchWire):
         return self._settling.circuits(listed, moving)
 
     def as_listed(self, action: Action, pairs: Sequence[CrossConnect]) -> Sequence[CrossConnect]:
-        """Return pairs in the orientation that the switch lists. An any-to-any switch lists a pair under the port that
-        was named first when it was made, and removes it only by that port."""
+        """Return the pairs in the orientation in which the switch lists them. An any-to-any switch lists a pair under
+        the port that was named first when the pair was connected, and removes the pair only under that port."""
         return pairs if action is Action.ADD else [self._listed.get(pair.ports, pair) for pair in pairs]
 
     def _ports(self) -> dict[str, Sequence[str]]:
-        """Return the container of ports at this revision, and the leaves to read of each port."""
+        """Return the name of the container that lists ports at this revision, mapped to the leaves to read for each
+        port."""
         if has_port_config(self._revision):
             return {"port-config": ("port-id", "status")}
         return {"ports": ("port-id", "port-status", *(["opm/power"] if self._has_power else []))}

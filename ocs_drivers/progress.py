@@ -1,4 +1,5 @@
-"""The progress of one commit: commands sent, circuits in place, and the report. Pure; driver.py sends the commands."""
+"""Track the progress of one commit: commands sent, circuits in place, and the result. Has no side effects; driver.py
+sends the commands."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ class CommitProgress:
         self._all = self._remove | frozenset(self.steps.add)
 
     def also_watch(self, pairs: Iterable[CrossConnect]) -> None:
-        """Watch those of the pairs that the steps do not contain, as an earlier command may still be tuning them."""
+        """Also watch the pairs that are not part of the steps, because an earlier command may still be tuning them."""
         self.watched.extend(pair for pair in pairs if pair not in self._all)
 
     def sent(self, pairs: Iterable[CrossConnect]) -> None:
@@ -38,15 +39,15 @@ class CommitProgress:
         self._sent.update(batch)
 
     def commanded(self, pairs: Iterable[CrossConnect], now_s: float) -> None:
-        """Record that the device accepted the command, by its answer or as read back."""
+        """Record that the device accepted the command for these pairs, as its answer or a later reading shows."""
         self._commanded_s.update(dict.fromkeys(pairs, now_s - self.started_s))
 
     def went_wrong(self, pairs: Iterable[CrossConnect], text: str) -> None:
         self._errors.update(dict.fromkeys(pairs, text))
 
     def note(self, reading: CrossConnectReading, now_s: float) -> tuple[bool, bool]:
-        """Record the circuits that are now in place. Return whether the commit must still wait for a circuit, and
-        whether a circuit is in place without light."""
+        """Record the circuits that are now in place. Return whether the commit must wait for another circuit, and
+        whether a circuit is in place but gets no light."""
         seen = {circuit.cross_connect: circuit for circuit in reading.circuits}
         at_s = now_s - self.started_s
         waiting = dark = False
@@ -65,13 +66,14 @@ class CommitProgress:
         return waiting, dark
 
     def gone(self, seen: Iterable[CrossConnect]) -> frozenset[CrossConnect]:
-        """Return the pairs that are not shown and will not appear late: they were removed, or the device did not accept
-        the command."""
+        """Return the pairs of the steps that the device does not show and that will not appear later: they were
+        removed, or the device did not accept the command for them."""
         refused = (pair for pair in self.steps.add if pair not in self._commanded_s)
         return frozenset((*self.steps.remove, *refused)).difference(seen)
 
     def result(self, action: Action, pair: CrossConnect, circuit: DeviceCircuit | None) -> CrossConnectResult:
-        """Return the outcome of one item that the device now shows as `circuit`, or does not show (None)."""
+        """Return the outcome of one item. `circuit` is the item's circuit as the device now shows it, or None if the
+        device does not show it."""
         if action is Action.REMOVE:
             done, shown = circuit is None, "the device still shows it"
         else:
@@ -92,7 +94,7 @@ class CommitProgress:
         )
 
     def _note_circuit(self, circuit: DeviceCircuit, at_s: float) -> bool:
-        """Record the circuit's times and return whether it is in place without light."""
+        """Record the circuit's times, and return whether it is in place but gets no light."""
         if circuit.state is not CircuitState.TUNED:
             return False
         self._tuned_s.setdefault(circuit.cross_connect, at_s)

@@ -1,7 +1,8 @@
-"""Drivers by name: the entry-point group `orchestrrl.ocs_drivers`, for built-in and third-party drivers alike.
+"""Look up drivers by name in the entry-point group `orchestrrl.ocs_drivers`, which contains built-in and third-party
+drivers.
 
-An entry point names a factory `(device, *, clock, **options) -> OcsDriver`, usually the driver's class. Its other
-keyword-only parameters are the options that users may set.
+An entry point names a factory `(device, *, clock, **options) -> OcsDriver`, usually the driver's class. The factory's
+other keyword-only parameters are the options that users may set.
 """
 
 import inspect
@@ -20,8 +21,8 @@ def make_driver(
 ) -> OcsDriver:
     """Return a driver of type `name` for the device called `device`. No connection is opened.
 
-    Raises InvalidOptions with every fault: an unknown driver (listing the known ones), unknown or missing options, or
-    values that the driver refuses.
+    Raises InvalidOptions with every fault if the driver is unknown (the error lists the known drivers), options are
+    unknown or missing, or the driver rejects their values.
     """
     with naming(device):
         driver: OcsDriver = make_from_group(ENTRY_POINT_GROUP, name, device, options or {}, clock or SystemClock())
@@ -29,7 +30,8 @@ def make_driver(
 
 
 def make_from_group(group: str, name: str, device: str, options: Mapping[str, Any], clock: object) -> Any:
-    """Return the driver made by the entry point `name` of the group. Raises InvalidOptions as `make_driver` does."""
+    """Return the driver that the factory of entry point `name` of the group constructs. Raises InvalidOptions as
+    `make_driver` does."""
     factory = load_named("driver", name, {entry.name: entry for entry in entry_points(group=group)})
     try:
         inspect.signature(factory).bind(device, clock=clock, **options)
@@ -39,8 +41,8 @@ def make_from_group(group: str, name: str, device: str, options: Mapping[str, An
 
 
 def load_named(what: str, name: str, entries: Mapping[str, EntryPoint]) -> Any:
-    """Load the factory of an entry named `FAMILY` or `FAMILY-DIALECT`. Raises InvalidOptions for an unknown name,
-    listing the known ones, or if the entry's library is not installed."""
+    """Load the factory of an entry named `FAMILY` or `FAMILY-DIALECT`. Raises InvalidOptions if the name is unknown
+    (the error lists the known names) or the entry's library is not installed."""
     if name not in entries:
         raise InvalidOptions([f"{what}: must be one of {', '.join(sorted(entries))}, got {name!r}"])
     try:

@@ -2,20 +2,20 @@
 
 The protocol is known from working clients, not from a manual:
 `/api/data/optical-switch:cross-connects[/pair=<ingress>]`, Basic authentication, `application/yang-data+json`. If there
-are no cross-connects, the answer is 204. POST of a pair whose port is in use returns 409, of another pair 201; DELETE
-of a pair returns 204, or 404 if it does not exist.
+are no cross-connects, the answer is 204. POST of a pair returns 201, or 409 if a port of the pair is in use; DELETE of
+a pair returns 204, or 404 if it does not exist.
 
 Methods to set circuits (`change_with`):
 
 - `yang_patch`: one request for any number of pairs, YANG Patch (RFC 8072). Its `create` is refused if an ingress port
-  is in use, and its edits take effect all together or not at all. `auto`, the default, uses it if the server announces
-  it.
+  is in use, and its edits take effect all together or not at all. `auto`, the default, uses this method if the server
+  announces it.
 - `patch`: all pairs are added by one plain PATCH of the collection, which by RFC 8040, 4.6.1, creates and updates
-  children and deletes none, so circuits of other clients stay. It has no conflict check: an ingress port that another
-  client connected after the last reading is re-routed. It cannot delete, so each removal is a request. `auto` uses it
-  otherwise.
-- `single`: a POST or DELETE for each circuit. A POST creates, so it too is refused if the ingress port is in use; by
-  RFC 8040, 4.4.1, it creates one child only, so there is no bulk POST.
+  children and deletes none, so circuits of other clients stay. PATCH has no conflict check: an ingress port that
+  another client connected after the last reading is re-routed. PATCH cannot delete, so each removal is a separate
+  request. `auto` uses this method if the server does not announce YANG Patch.
+- `single`: a POST or DELETE for each circuit. A POST creates an entry, so it is refused if the ingress port is in use.
+  By RFC 8040, 4.4.1, it creates a single child, so there is no bulk POST.
 
 The driver never uses PUT of the collection, which replaces it and removes circuits that other clients connected since
 the last reading, nor DELETE of the collection. A pair is deleted by its ingress port.
@@ -80,8 +80,8 @@ class RestconfOptions(HttpOptions):
 
 
 class RestconfWire(yang.PolatisWire):
-    """Implements the verbs of `base.SwitchWire` as HTTP requests. It needs the model's revision before it can set
-    circuits."""
+    """Implements the operations of `base.SwitchWire` as HTTP requests. The model's revision must be known before
+    circuits are set."""
 
     def __init__(self, options: RestconfOptions, clock: DeviceClock, session: HttpSession | None = None) -> None:
         super().__init__(clock, options.size, options.reconfiguration_s, has_power=options.power)
@@ -139,8 +139,8 @@ class RestconfWire(yang.PolatisWire):
         return yang.pair_list(self._revision)
 
     async def _yang_patch(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
-        """Send the pairs as one YANG Patch. Operation `remove`, unlike `delete`, accepts a pair that is already
-        gone."""
+        """Send the pairs as one YANG Patch. Pairs are removed with operation `remove`, which, unlike `delete`, succeeds
+        if a pair no longer exists."""
         is_add, edits = action is Action.ADD, []
         for number, pair in enumerate(pairs, start=1):
             edit: dict[str, object] = {"edit-id": str(number), "target": f"/{self._list_name}={pair.ingress_port}"}
@@ -152,8 +152,8 @@ class RestconfWire(yang.PolatisWire):
         await self._set("PATCH", COLLECTION, content, YANG_PATCH_TYPE)
 
     async def _get(self, path: str) -> dict[str, object]:
-        """Return a resource; empty if the switch does not have it. Raises a driver error if the answer lacks the
-        container."""
+        """Read a resource; empty if the switch does not have it. Raises a driver error if the request fails or the
+        answer lacks the container."""
         answer = await self._session.request("GET", self._root + path, headers={"Accept": MEDIA_TYPE})
         if answer.status == 204 or (answer.status == 404 and _errors(answer)):
             return {}
@@ -190,7 +190,7 @@ def _errors(answer: DeviceResponse) -> str:
 
 
 def revision(body: object) -> str:
-    """Return the revision of module `optical-switch` in the yang-library (RFC 7895); "" if it is not listed."""
+    """Return the revision of module `optical-switch` in the yang-library (RFC 7895); "" if the module is not listed."""
     library = yang.mapping(yang.found(body, "modules-state"), "modules-state")
     revisions = [
         yang.text_of(entry.get("revision", ""), "revision")
@@ -201,7 +201,8 @@ def revision(body: object) -> str:
 
 
 def errors(body: object) -> str:
-    """Return all errors of an `ietf-restconf:errors` body, or of a `yang-patch-status`, as `tag: message`."""
+    """Return all errors of an `ietf-restconf:errors` or `yang-patch-status` body, each as `tag: message`. Raises
+    ValueError if the body contains no error."""
     status = yang.found(body, "yang-patch-status")
     edits = yang.found(status, "edit-status")
     holders = [*yang.entries(edits, "edit"), status] if isinstance(edits, Mapping) else [status or body]
@@ -221,10 +222,10 @@ class RestconfSwitch(ConfiguredSwitch, options=RestconfOptions, wire=RestconfWir
     Options: `scheme` http or https, with `tls_verify` and `tls_ca_file` (PEM, replaces the system's authorities);
     `user` and `password` for Basic authentication; `root` of the RESTCONF server; `size` as 16x16, or 32xCC for
     any-to-any, if the model name does not contain it; `yang_revision` of `optical-switch` if the switch does not report
-    it; `change_with`, explained in the module; `power`, for switches that measure optical power.
+    it; `change_with`, explained in the module's docstring; `power`, for switches that measure optical power.
     """
 
     async def capabilities(self) -> SwitchCapabilities:
-        """Return the capabilities. Connect first, because support for bulk commands depends on the switch."""
+        """Return the driver's capabilities. Connects first, because support for bulk commands depends on the switch."""
         await self.facts()
         return await super().capabilities()

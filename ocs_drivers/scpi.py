@@ -8,15 +8,15 @@ Not verified, and how the driver handles it:
 
 - the effect of `conn:add` on a port in use (probably it silently re-routes the port): `conn:sub` frees the ports first,
   and the driver reads that they are free
-- whether a list takes effect as a whole: every commit is read back
+- whether a list takes effect as a whole: the connections are read after every commit
 - when the mirrors are in place: the device does not report it, so a circuit counts as tuned once it is listed and the
   stated reconfiguration time has passed since the command, and as failed if one of its ports has failed
 - the answer to compound queries: each line has one query, sent after the previous one was answered
 - when a connection is listed, on the command or on completion: after a setter that was refused, or whose outcome is
   unknown, ten times the stated reconfiguration time passes before the connections are read
 - the longest accepted line: the option `longest_line_chars` splits lists into several lines
-- the length of a Polatis error queue, and whether sessions share it: it is cleared before each setter, and read to its
-  end afterwards
+- the length of a Polatis error queue, and whether sessions share it: the queue is cleared before each setter, and read
+  to its end afterwards
 - whether cross-connects survive a restart: no query for it is known, so the option `boot` states it
 - a DiCon's port numbers and speed: the options `ingress_ports`, `egress_ports`, `reconfiguration_s`.
 
@@ -72,7 +72,7 @@ class LineEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ScpiDialect:
-    """The differences between vendors."""
+    """The protocol differences of one vendor's switches."""
 
     error_query: str
     error_queue: int  # most entries to read, without the end mark
@@ -112,7 +112,7 @@ class ScpiOptions(DriverOptions):
 
 
 class ScpiWire(SwitchWire):
-    """One SCPI session, as a `base.SwitchWire`."""
+    """Implements `base.SwitchWire` over one SCPI session."""
 
     capabilities = SwitchCapabilities(bulk=True)
 
@@ -192,7 +192,8 @@ class ScpiWire(SwitchWire):
                     self._unclear_since_s = None if is_clear else self._clock.now_s()
 
     async def _set_line(self, line: str) -> None:
-        """Send the setter, then query its errors, because a setter has no answer."""
+        """Send a line with a setter, then read the error queue, because a setter has no answer. Raises DriverPermanent
+        if the queue contains an error, and DriverOutcomeUnknown if the connection fails."""
         try:
             # Earlier errors or alarms in the queue would be attributed to this setter.
             await self._send(text.CLEAR_ERRORS, line, self._dialect.error_query)
@@ -203,8 +204,9 @@ class ScpiWire(SwitchWire):
             raise DriverPermanent("refused", command=_short(line), answer=_complaints_text(complaints))
 
     async def _query(self, query: str, understand: Callable[[str], T]) -> T:
-        """Send a query and return its parsed answer. SCPI leaves an unknown query unanswered and puts the reason into
-        the error queue, which is read before the query fails."""
+        """Send a query and return its parsed answer. A device does not answer an unknown query but puts an error into
+        its queue, so the error queue is read if no answer arrives in time. Raises DriverPermanent if the queue contains
+        an error."""
         await self._send(query)
         try:
             line = await within(self._clock, self._answer_s, self._line())
@@ -223,7 +225,7 @@ class ScpiWire(SwitchWire):
             raise DriverPermanent(wrong, command=_short(query), answer=_short(line)) from error
 
     async def _complaints(self) -> list[str]:
-        """Read the error queue to its end. The first query must have been sent."""
+        """Return all entries of the error queue. The caller must have sent the first query for an entry."""
         complaints: list[str] = []
         for _ in range(self._dialect.error_queue + 1):
             line = await self._line()
@@ -251,8 +253,8 @@ class ScpiWire(SwitchWire):
             raise DriverRetryable(f"the connection broke: {reason_of(error)}") from error
 
     async def _line(self) -> str:
-        """Return the next line, without its end. Invalid data is not skipped, because the session is then out of
-        step."""
+        """Return the next received line, without its line end. Raises DriverRetryable for invalid data, which is not
+        skipped because answers could then be attributed to the wrong queries."""
         reader, _ = self._session()
         try:
             line = await reader.readuntil(b"\n")
@@ -272,11 +274,11 @@ class ScpiWire(SwitchWire):
 
 class ScpiSwitch(ConfiguredSwitch, options=ScpiOptions, wire=ScpiWire):
     """The driver `scpi`. `ingress_ports` and `egress_ports`, `FIRST..LAST`, are for devices that do not answer `size?`.
-    `port_states` false is for those that do not answer `port:stat?`: their ports are then assumed to be enabled."""
+    `port_states` false is for devices that do not answer `port:stat?`: all ports are then assumed to be enabled."""
 
 
 def _port_range(value: object) -> range:
-    """Return the ports of `FIRST..LAST`; empty for anything else."""
+    """Return the ports of `FIRST..LAST`; an empty range for any other value."""
     bounds = re.fullmatch(r"(\d{1,5})\.\.(\d{1,5})", value, re.ASCII) if isinstance(value, str) else None
     return range(int(bounds[1]), int(bounds[2]) + 1) if bounds else range(0)
 

@@ -1,6 +1,7 @@
-"""SCPI for optical switches: commands to send, and parsers for their answers. Pure; scpi.py has the session.
+"""Format SCPI commands for optical switches and parse their answers, without side effects. scpi.py implements the
+session.
 
-Every function that parses an answer raises ValueError, stating the fault.
+Every function that parses an answer raises ValueError with the reason if the answer is invalid.
 """
 
 import re
@@ -24,8 +25,9 @@ _NUMBER = re.compile(r"\d{1,5}", re.ASCII)
 
 
 def setter(action: Action, pairs: Sequence[CrossConnect]) -> str:
-    """Return the line that commands these pairs, with both ports of each. With an empty list `sub` would remove every
-    circuit. The verbs that clear a switch, `only` and `disc:all`, are never written."""
+    """Return the line that connects or disconnects these pairs; it lists both ports of each pair. Raises ValueError if
+    there are no pairs, because `sub` with an empty list would remove every circuit. The verbs that clear a switch,
+    `only` and `disc:all`, are never used."""
     if not pairs:
         raise ValueError("the list must not be empty: some devices take an empty list as every circuit")
     ingress = port_list([pair.ingress_port for pair in pairs])
@@ -38,14 +40,14 @@ def port_states(ports: Sequence[int]) -> str:
 
 
 def port_list(ports: Sequence[int]) -> str:
-    """Format a port list, `(@1,2,3)`. Raises ValueError for an empty list, which some verbs take as all ports."""
+    """Format a port list, `(@1,2,3)`. Raises ValueError for an empty list, which some verbs interpret as all ports."""
     if not ports:
         raise ValueError("the list of ports must not be empty")
     return f"(@{','.join(map(str, ports))})"
 
 
 def read_ports(text: str) -> tuple[int, ...]:
-    """Parse a port list, `(@1,2,3)`, also with the ranges of SCPI channel lists: `(@1:3)`."""
+    """Parse a port list such as `(@1,2,3)` or, with a range of SCPI channel lists, `(@1:3)`."""
     listed = _LIST.fullmatch(text.strip())
     if not listed:
         raise ValueError("must be a list of ports, (@1,2,3)")
@@ -59,7 +61,8 @@ def read_ports(text: str) -> tuple[int, ...]:
 
 
 def read_connections(line: str) -> list[CrossConnect]:
-    """Parse connections, `(@1,2,3),(@19,18,22)`; without connections `(@),(@)`."""
+    """Parse connections, given as a list of ingress and a list of egress ports: `(@1,2,3),(@19,18,22)`, or `(@),(@)` if
+    there are none."""
     lists = _PAIR_OF_LISTS.fullmatch(line)
     if not lists:
         raise ValueError("must be two lists of ports, (@1,2,3),(@19,18,22)")
@@ -73,7 +76,8 @@ def read_connections(line: str) -> list[CrossConnect]:
 
 
 def read_size(line: str) -> tuple[range, range]:
-    """Parse a size: `16,16` means ingress ports 1..16, egress ports 17..32."""
+    """Parse a switch's size and return its ingress and egress ports: `16,16` means ingress ports 1..16 and egress ports
+    17..32."""
     numbers = [_number(part.strip()) for part in line.split(",")]
     if len(numbers) != 2 or 0 in numbers:
         raise ValueError("must be two numbers of ports >= 1")
@@ -82,7 +86,8 @@ def read_size(line: str) -> tuple[range, range]:
 
 
 def read_identity(line: str) -> tuple[str, str, str, str]:
-    """Return vendor, model, serial and software of `Polatis,I-OST-24x24-LU1-DMHNS,002414,6.5.2.18`."""
+    """Return vendor, model, serial number and software version of an identity such as
+    `Polatis,I-OST-24x24-LU1-DMHNS,002414,6.5.2.18`."""
     parts = [part.strip() for part in line.split(",", 3)]
     if len(parts) != 4 or not (parts[0] and parts[1]):
         raise ValueError("must be vendor,model,serial,software")
@@ -91,7 +96,7 @@ def read_identity(line: str) -> tuple[str, str, str, str]:
 
 
 def read_port_states(line: str, count: int) -> list[PortStatus]:
-    """Parse port states, `(D,E,F)`, one letter for each of `count` queried ports."""
+    """Parse port states such as `(D,E,F)`, with one letter for each of the `count` queried ports."""
     inner = line.strip()
     if not (inner.startswith("(") and inner.endswith(")")):
         raise ValueError("must be a list of E, D and F, (D,E,F)")
@@ -104,8 +109,8 @@ def read_port_states(line: str, count: int) -> list[PortStatus]:
 
 
 def read_complaint(line: str) -> str:
-    """Return an entry of the error queue, `-113 Undefined header` for `-113,"Undefined header"`; empty at the end of
-    the queue, `0,"No error"`."""
+    """Parse an entry of the error queue: return `-113 Undefined header` for `-113,"Undefined header"`, and "" for
+    `0,"No error"`, which marks the end of the queue."""
     parts = _ERROR.fullmatch(line)
     if not parts:
         raise ValueError('must be an entry of the error queue, 0,"No error"')

@@ -1,4 +1,4 @@
-"""Derive tuned circuits from the clock, for devices that list a cross-connect as soon as it is commanded.
+"""Determine by the clock which circuits are tuned, for devices that list a cross-connect as soon as it is commanded.
 
 Until the vendor's stated time has passed since the command, the mirrors are considered to be moving.
 """
@@ -11,8 +11,8 @@ from ocs_drivers.model import Action, CircuitState, CrossConnect, DeviceCircuit
 
 
 class Settling:
-    """Records the time of each command. Directions are ignored, because a device may list a pair with its ports
-    exchanged."""
+    """Records when each pair of ports was commanded. The order of the two ports is ignored, because a device may list a
+    pair with its ports exchanged."""
 
     def __init__(self, clock: DeviceClock, reconfiguration_s: float) -> None:
         self._clock = clock
@@ -21,7 +21,8 @@ class Settling:
 
     @contextmanager
     def commanding(self, action: Action, pairs: Iterable[CrossConnect]) -> Iterator[None]:
-        """Record the added pairs when the block, which sends the setter, has ended, successfully or not."""
+        """Run the block, which sends a setter, and then record the time of the command for the added pairs, even if the
+        block raised an error."""
         try:
             yield
         finally:
@@ -30,13 +31,15 @@ class Settling:
                 self._due_s.update({pair.ports: due_s for pair in pairs})
 
     def moving(self) -> frozenset[frozenset[int]]:
-        """Return the pairs still moving. Call it before the device is read: the listing must not be older than this."""
+        """Return the pairs whose mirrors are still moving. Must be called before the device is read, so that a pair
+        that is absent from the result is in place throughout the reading."""
         now_s = self._clock.now_s()
         self._due_s = {key: due_s for key, due_s in self._due_s.items() if due_s > now_s}
         return frozenset(self._due_s)
 
     def circuits(self, listed: Iterable[CrossConnect], moving: frozenset[frozenset[int]]) -> list[DeviceCircuit]:
-        """Return the circuits of a reading, given the result of `moving` from before that reading."""
+        """Return the listed pairs as circuits. Pairs in `moving`, the result of `moving` from before the reading, are
+        in state tuning, and other pairs are tuned."""
         return [
             DeviceCircuit(pair, CircuitState.TUNING if pair.ports in moving else CircuitState.TUNED) for pair in listed
         ]

@@ -1,6 +1,6 @@
 """The driver `tl1`: optical circuit switches with a TL1 interface, in the dialects of three vendors.
 
-tl1_wire.py has the parts that all dialects share. Each dialect's verbs are in its own file: tl1_polatis.py,
+tl1_wire.py has the parts that all dialects share. Each dialect is implemented in a separate file: tl1_polatis.py,
 tl1_calient.py, tl1_glimmerglass.py, which also state what is known and what is assumed.
 """
 
@@ -23,12 +23,12 @@ def _wire(options: Tl1Options, clock: DeviceClock) -> Tl1Wire:
 
 
 class Tl1Switch(ConfiguredSwitch, options=Tl1Options, wire=_wire):
-    """The driver `tl1`. `dialect` is `polatis`, `calient` or `glimmerglass`; the default ports are 3082, 3082 and
-    10034. Calient's 3083 shows the prompt `agent>`, which the driver awaits before the login.
+    """The driver `tl1`. `dialect` is `polatis`, `calient` or `glimmerglass`; the default TCP ports are 3082, 3082 and
+    10034. On port 3083, a Calient shows the prompt `agent>`, which the driver awaits before the login.
 
-    `group` (Calient) is the group of connections that this driver makes. `port_names` (Calient) fixes which port is 1,
-    2, ...; the default is the device's own list in natural order. `boot` and `reconfiguration_s` state properties that
-    the device does not report. `port_power` (Polatis) declares that the device has power meters. `line_limit` splits
-    bulk commands into lines of at most that many characters, for devices that accept no longer ones. `messages`: see
-    `Tl1Messages`.
+    `group` (Calient) is the group of connections that this driver makes. `port_names` (Calient) lists the names of
+    ports 1, 2, ...; the default is the device's list of ports in natural order. `boot` and `reconfiguration_s` state
+    properties that the device does not report. `port_power` (Polatis) declares that the device has power meters.
+    `line_limit` splits bulk commands into lines of at most that many characters, for devices that do not accept longer
+    lines. `messages`: see `Tl1Messages`.
     """

@@ -2,19 +2,19 @@
 
 Known from working clients: `ENT-CRS::<src>,<dst>:<ctag>::<group>,1WAY` provisions a connection and `ACT-CRS` activates
 it; `CANC-CRS` deactivates and `DLT-CRS` deletes it, by its name `<src>><dst>`. RTRV-CRS reports AS=UMA,OS=RDY for a
-provisioned connection, AS=IS,OS=IS,OC=OK for a working one, OC=FAIL for a failed one. Ports are named by slots as
-`1.1.1`, on some releases by numbers. RTRV-PORT-SUM reports power, RTRV-PORT the state of each side, both of all ports
-for port 0.
+provisioned connection, AS=IS,OS=IS,OC=OK for a working one, OC=FAIL for a failed one. Ports have names such as `1.1.1`,
+or numbers on some releases. RTRV-PORT-SUM reports power and RTRV-PORT the state of each side, in either case for all
+ports if port 0 is requested.
 
 Unverified: the value of OS while mirrors move (anything but IS is treated as moving); that OOS-MA means disabled by an
 operator; that ALW-MSG reverses INH-MSG; reports on connections (a line with a connection's name is treated as one); and
-that the natural order of the port names never changes: it determines the port numbers, so a change of the list is an
-error. The option `port_names` fixes the numbers.
+that the natural order of the port names never changes: this order determines the port numbers, so a change of the list
+is an error. The option `port_names` sets the numbers explicitly.
 
-A connection that is provisioned but not activated does not count, because no light passes. If this driver owns it and
-it occupies a needed port, it is deleted. It is owned if this driver provisioned it, or if it is in the group set by
-option `group`, unless that is SYSTEM, the default, which all clients share. A 2WAY connection is shown as its two
-one-way connections, and cannot be removed by halves.
+A connection that is provisioned but not activated is not reported as a circuit, because no light passes. It is deleted
+if this driver owns it and it occupies a needed port. The driver owns such a connection if it provisioned it, or if the
+connection is in the group set by option `group`, except for the default group SYSTEM, which all clients share. A 2WAY
+connection is shown as its two one-way connections, and they can only be removed together.
 """
 
 import re
@@ -45,7 +45,7 @@ SHARED_GROUP = "SYSTEM"
 
 @dataclass(frozen=True, slots=True)
 class _Connection:
-    """One line of RTRV-CRS."""
+    """A connection as one line of RTRV-CRS describes it."""
 
     name: str
     group: str
@@ -72,7 +72,8 @@ class _Connection:
 
 
 class CalientTl1Wire(Tl1Wire):
-    """Implements the verbs for a Calient. An empty option `group` means the group that all clients share."""
+    """Implements the operations of `base.SwitchWire` for Calient switches. If option `group` is empty, the group that
+    all clients share is used."""
 
     default_port = 3082
     default_reconfiguration_s = 0.010  # the paper's table 2
@@ -88,7 +89,8 @@ class CalientTl1Wire(Tl1Wire):
         self._shown: dict[CrossConnect, _Connection] = {}  # from the last reading
 
     async def attach(self) -> None:
-        """Read the list of ports and assign their numbers."""
+        """Read the list of ports and assign their numbers. Raises DriverPermanent if they cannot be numbered or differ
+        from those of an earlier session."""
         there = [fields(line).get("", "") for line in await self.ask("RTRV-PORT-SUM::0:<ctag>;")]
         names = dict(enumerate(self._pinned or sorted(there, key=_natural), 1))
         if all(whole_number(name) for name in names.values()) and not self._pinned:
@@ -201,8 +203,8 @@ class CalientTl1Wire(Tl1Wire):
         return [there, CrossConnect(destination, source)] if connection.is_two_way else [there]
 
     async def _make_way(self, source: str, destination: str) -> bool:
-        """Delete owned connections on these ports that are provisioned but not activated, left over from an interrupted
-        change. Return whether there were any."""
+        """Delete this driver's connections on these ports that were provisioned but not activated, left over from an
+        interrupted change. Return whether a connection was deleted."""
         stale = [
             connection
             for connection in await self._connections()
@@ -222,7 +224,8 @@ def _name(source: str, destination: str) -> str:
 
 
 def quote_name(name: str) -> str:
-    """Return a connection's name as a parameter. `>` and `-` are part of many names, and clients send them unquoted."""
+    """Format a connection's name as a command parameter. Names with `>` and `-` are not quoted, because clients send
+    them unquoted. Raises ValueError for an empty name."""
     if not name:
         raise ValueError("the connection's name must not be empty")
     return name if re.fullmatch(r"[\w.>-]+", name) else quote(name)
@@ -234,12 +237,13 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
 
 
 def _by_name(lines: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Return the fields of each port; in `1.1.1:WX,NONE,NONE:INAS=IS,...` those after the last colon."""
+    """Return the fields of each port by port name. The fields follow the last colon of a line such as
+    `1.1.1:WX,NONE,NONE:INAS=IS,...`."""
     return {line.partition(":")[0]: fields(line) for line in lines}
 
 
 def _status(found: dict[str, str]) -> PortStatus:
-    """Return the status of both sides together, because they share a number."""
+    """Return the common status of a port's input and output, which share a number."""
     if any(found.get(side, "OK") != "OK" for side in ("INOC", "OUTOC")):
         return PortStatus.FAILED
     if any(found.get(side, "").startswith("OOS-MA") for side in ("INAS", "OUTAS")):

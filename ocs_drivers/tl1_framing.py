@@ -1,9 +1,9 @@
-"""Parse a TL1 byte stream into messages. Pure; tl1_session.py has the sockets.
+"""Parse a TL1 byte stream into messages, without side effects. tl1_session.py implements the connection.
 
-A message is a line of identification, lines of text, and a terminator at the start of a line: `;` ends it, `>` or `<`
-ends a part of it. Other data may surround messages: prompts, echoed commands, banners, terminal control sequences.
-Autonomous messages may come between the parts of a reply, and even between its lines; they are recognized in both
-places.
+A message is a line of identification, lines of text, and a terminator at the start of a line: `;` ends the message, `>`
+or `<` ends a part of it. Other data may surround messages: prompts, echoed commands, banners, terminal control
+sequences. Autonomous messages may come between the parts of a reply, and even between its lines; they are recognized in
+either place.
 """
 
 import re
@@ -26,9 +26,9 @@ _LINE_END = re.compile(r"[\r\n]")
 
 @dataclass(slots=True)
 class Tl1Message:
-    """A reply to one command, its parts joined; an autonomous message; or an acknowledgement. After some
-    acknowledgements the reply follows (IP in progress, PF printout follows, OK begun), after others it does not (NA it
-    is not known whether the command was carried out, NG no good, RL repeat later)."""
+    """A reply to one command, with its parts joined; an autonomous message; or an acknowledgement. A reply follows the
+    acknowledgements IP (in progress), PF (printout follows) and OK (begun). No reply follows NA (it is not known
+    whether the command was carried out), NG (no good) and RL (repeat later)."""
 
     kind: str  # REPLY; A or an alarm (*C critical, ** major, *^ minor) of a report; the code of an acknowledgement
     tag: str  # the CTAG of the command; for a report, its own tag
@@ -48,7 +48,7 @@ class Tl1Message:
 
     @property
     def summary(self) -> str:
-        """The device's message, in one line."""
+        """The content of the message on one line, for errors and logs."""
         comment = f"/* {self.text} */" if self.text else ""
         return " ".join(filter(None, (self.head, self.code, comment, *self.lines)))
 
@@ -76,7 +76,7 @@ class Tl1Framer:
 
     @property
     def line_so_far(self) -> str:
-        """The text after the last line end: a prompt, if the device waits for a command."""
+        """The text received after the last line end. If the device waits for a command, this is its prompt."""
         return self._rest
 
     def feed(self, data: bytes) -> list[Tl1Message]:
@@ -99,7 +99,7 @@ class Tl1Framer:
         return messages
 
     def refusals(self) -> bytes:
-        """Return the answers to the telnet options that the peer requested."""
+        """Return, once, the bytes that refuse the telnet options that the peer has requested."""
         return self._terminal.refusals()
 
     def _line(self, line: str, messages: list[Tl1Message]) -> None:
@@ -143,7 +143,7 @@ _TOKEN = re.compile(
 
 
 class Terminal:
-    """Removes terminal data from a stream: telnet commands, escape sequences, control characters."""
+    """Removes terminal data from a byte stream: telnet commands, escape sequences and control characters."""
 
     def __init__(self) -> None:
         self._rest = b""  # an incomplete command or sequence
@@ -169,8 +169,8 @@ def unescape(quoted: str) -> str:
 
 
 def fields(text: str) -> dict[str, str]:
-    """Return the values of `NAME=value,NAME="a, b"`; names in capitals. Text before the first name, such as the address
-    in `1.1.1:ALIAS=x`, is under ""."""
+    """Parse `NAME=value,NAME="a, b"` into values by name; names are converted to capitals. Text before the first name,
+    such as the address in `1.1.1:ALIAS=x`, is stored under ""."""
     address = re.match(r"([^=:,]*):", text)
     found = {"": address[1]} if address else {}
     for match in re.finditer(r'(\w+)=("(?:[^"\\]|\\.)*"|[^,]*)', text[address.end() :] if address else text):
@@ -180,17 +180,17 @@ def fields(text: str) -> dict[str, str]:
 
 
 def quote(value: str) -> str:
-    """Return a command parameter, in quotes if it contains characters of the grammar."""
+    """Format a command parameter. It is quoted if it contains characters that have a meaning in TL1's grammar."""
     if re.fullmatch(r"[\w.@%+/-]*", value):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def whole_number(text: str) -> int:
-    """Parse a number of at most nine digits; return 0 for anything else."""
+    """Parse a number of at most nine digits; return 0 for any other text."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 
 
 def measured(text: str) -> float | None:
-    """Parse a measured value; return None for NONE and similar texts."""
+    """Parse a measured value; return None if the text is not a number, such as NONE."""
     return float(text) if re.fullmatch(r"[+-]?\d{1,6}(?:\.\d{1,12})?", text) else None

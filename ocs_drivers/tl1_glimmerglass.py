@@ -1,13 +1,13 @@
 """Glimmerglass in TL1: connections from input n (10000 + n on the wire) to output m (20000 + m), in bulk.
 
-Known from working clients: ent-crs-fiber and dlt-crs-fiber with `&` lists; rtrv-crs-fiber of all, which lists every
+Known from working clients: ent-crs-fiber and dlt-crs-fiber with `&` lists; rtrv-crs-fiber with `all`, which lists every
 input, with OPORTID=0 if it is not connected, and CONNSTATE=steady for a working connection, fault for a failed one;
 RTRV-CFG-FIBER with PORTHEALTH good or bad and PORTPRIV 0x0 for a port that must not be used; rtrv-port-power with
 PORTPOWER; and rtrv-system-info with LicensedPortMatrix, SerialNumber, ChassisType and SoftwareActiveVersion.
 
-Unverified: the value of CONNSTATE while mirrors move (anything but steady and fault is treated as moving); all reports
-(a line with IPORTID and OPORTID is treated as one on a connection); how long mirrors move; the state of connections
-after a restart; whether the list of dlt-crs-fiber has a limit.
+Unverified: the value of CONNSTATE while mirrors move (anything but steady and fault is treated as moving); the form of
+all reports (a line with IPORTID and OPORTID is treated as a report on a connection); how long mirrors move; the state
+of connections after a restart; whether the list of dlt-crs-fiber has a limit.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ _STATES = {"steady": CircuitState.TUNED, "fault": CircuitState.FAILED}
 
 
 class GlimmerglassTl1Wire(Tl1Wire):
-    """Implements the verbs for a Glimmerglass."""
+    """Implements the operations of `base.SwitchWire` for Glimmerglass switches."""
 
     default_port = 10034
     default_reconfiguration_s = 0.020  # unverified
@@ -61,8 +61,8 @@ class GlimmerglassTl1Wire(Tl1Wire):
         )
 
     async def read_ports(self) -> Sequence[PortState]:
-        """Return the ports. An input and an output with the same number are one port, with the worse status of the two
-        and the power of the input."""
+        """Return the state of every port. An input and an output with the same number are reported as one port, with
+        the worse status of the two and the power of the input."""
         sides = [fields(line) for line in await self.ask("RTRV-CFG-FIBER::all:<ctag>;")]
         powers = [fields(line) for line in await self.ask("rtrv-port-power::all:<ctag>;")]
         dbm = {_port(found, "PORTID"): measured(found.get("PORTPOWER", "")) for found in powers}
@@ -100,7 +100,7 @@ class GlimmerglassTl1Wire(Tl1Wire):
 
 
 def _port(found: dict[str, str], name: str) -> int:
-    """Return a port number; 0 if there is none."""
+    """Return the port number in the field `name`; 0 if the field is missing or not a number."""
     return whole_number(found.get(name, ""))
 
 
@@ -117,6 +117,6 @@ def _status(found: dict[str, str]) -> PortStatus:
 
 
 def _worse(*sides: PortStatus | None) -> PortStatus:
-    """Return the worse status of an input and an output; None means that the side does not exist."""
+    """Return the worse status of an input and an output. A side that does not exist is given as None."""
     order = (PortStatus.FAILED, PortStatus.DISABLED, PortStatus.ENABLED)
     return next((status for status in order if status in sides), PortStatus.FAILED)

@@ -7,7 +7,8 @@ of REPMGR to enable and suppress reports, and a report that reads `Port 1 disabl
 
 Unverified: the size of any-to-any devices (read as `32xCC`); a shutter state other than OPEN and CLOSED (treated as a
 failed port); the form of RTRV-INV's line (its last field is used); reports on patches (a line with `11,28` is treated
-as one); the longest accepted line; whether RTRV-PATCH lists a patch while it moves (it is assumed to be in place).
+as a report on a patch); the longest accepted line; whether RTRV-PATCH lists a patch while its mirrors move (a listed
+patch is assumed to be in place).
 """
 
 import re
@@ -37,7 +38,7 @@ _STATUS = {"OPEN": PortStatus.ENABLED, "CLOSED": PortStatus.DISABLED}
 
 
 class PolatisTl1Wire(Tl1Wire):
-    """Implements the verbs for a Polatis."""
+    """Implements the operations of `base.SwitchWire` for Polatis switches."""
 
     default_port = 3082
     default_reconfiguration_s = 0.025  # the paper's table 2
@@ -102,14 +103,15 @@ class PolatisTl1Wire(Tl1Wire):
         return EventKind.ALARM, None, None
 
     async def _if_known(self, command: str) -> str:
-        """Return the first line of the answer; empty if the device does not support the command."""
+        """Send a query and return the first line of the answer; "" if the device refuses the query."""
         try:
             return next(iter(await self.ask(command)), "")
         except Tl1Denied:
             return ""
 
     def _in_order(self, one: int, other: int) -> CrossConnect:
-        """Return the pair with the ingress port first, in whichever order it is listed."""
+        """Return the two ports as a cross-connect with the ingress port first, in whichever order the device lists
+        them."""
         if self.ingress != self.egress and one in self.egress and other in self.ingress:
             return CrossConnect(other, one)
         return CrossConnect(one, other)

@@ -1,4 +1,5 @@
-"""One TCP connection with a TL1 device: sends commands, matches replies by CTAG, and forwards reports."""
+"""One TCP connection to a TL1 device, which sends commands, matches replies to commands by CTAG, and forwards
+reports."""
 
 import asyncio
 import logging
@@ -15,7 +16,7 @@ LAST_CTAG = 999_999
 
 
 class Tl1Denied(DriverPermanent):
-    """Raised when the device refuses a command. Dialects inspect the reply."""
+    """Raised when the device refuses a command. `reply` is the device's reply, which the dialects examine."""
 
     def __init__(self, reply: Tl1Message, command: str) -> None:
         super().__init__("the device refused", command=command, answer=reply.summary)
@@ -23,13 +24,15 @@ class Tl1Denied(DriverPermanent):
 
 
 def ctags() -> Iterator[str]:
-    """Yield CTAGs; a number is not repeated while a reply to it may still arrive."""
+    """Yield command tags (CTAGs) without end. The numbers repeat only after `LAST_CTAG` commands, when no reply to the
+    earlier command can arrive any more."""
     while True:
         yield from (str(number) for number in range(1, LAST_CTAG + 1))
 
 
 class Tl1Session:
-    """One connection, opened once. It supports several concurrent commands, though the driver sends one at a time."""
+    """One connection to the device, which is opened once and not reused. It supports concurrent commands, although the
+    driver sends one at a time."""
 
     def __init__(
         self, ctag: Iterator[str], on_report: Callable[[Tl1Message], None], on_loss: Callable[[], None]
@@ -50,7 +53,7 @@ class Tl1Session:
         self._reading = asyncio.create_task(self._read(reader))
 
     async def prompt(self, text: str) -> None:
-        """Wait until the device shows this prompt."""
+        """Wait until the device shows this prompt. Raises DriverRetryable if the connection breaks before."""
         while not self._framer.line_so_far.rstrip().endswith(text):
             if self.lost:
                 raise DriverRetryable(f"the connection broke before the prompt: {self.lost}", after_s=0.0)
@@ -58,8 +61,9 @@ class Tl1Session:
             await self._has_received.wait()
 
     async def execute(self, command: str, *, is_setter: bool = False, shown: str = "") -> Tl1Message:
-        """Send a command, with `<ctag>` replaced, and return its reply. Raises Tl1Denied on a refusal, DriverRetryable
-        for a query or a setter that was certainly not carried out, and DriverOutcomeUnknown otherwise. `shown` replaces
+        """Send a command, with `<ctag>` replaced by a new tag, and return its reply. Raises Tl1Denied if the device
+        refuses it, and DriverPermanent if it cannot be carried out in the device's present state. If a setter may have
+        been carried out, raises DriverOutcomeUnknown; in other cases without a reply, DriverRetryable. `shown` replaces
         the command in errors."""
         ctag = next(self._ctag)
         line = command.replace("<ctag>", ctag, 1)
@@ -92,7 +96,7 @@ class Tl1Session:
         return answer
 
     async def close(self, goodbye: str) -> None:
-        """Log out as far as the connection allows, without waiting for an answer."""
+        """Send a logout command if the connection allows it, and close the connection without waiting for an answer."""
         with suppress(OSError):
             if not self.lost:
                 line = goodbye.replace("<ctag>", next(self._ctag), 1)

@@ -1,7 +1,8 @@
-"""The common parts of all TL1 switches: options, sessions, login, reports, and bulk commands split into lines.
+"""The parts that the drivers of all TL1 switches share: options, sessions, login, reports, and bulk commands split into
+lines.
 
-A subclass of `Tl1Wire` has the verbs of a vendor. Each is in its own file, which also states what is known and what is
-assumed.
+For each vendor, a separate file has a subclass of `Tl1Wire` with the vendor's commands, and states what is known and
+what is assumed about them.
 """
 
 import asyncio
@@ -56,7 +57,7 @@ class DialectName(StrEnum):
 
 
 class Tl1Messages(StrEnum):
-    """The treatment of autonomous messages. They never disturb a reply."""
+    """The treatment of autonomous messages. They never interfere with replies, whatever the setting."""
 
     AS_IS = "as_is"  # keep the device's setting, and discard the messages
     SILENCE = "silence"  # request that the device sends none
@@ -98,7 +99,7 @@ class Tl1Options(DriverOptions):
 
 
 class Tl1Wire(SwitchWire):
-    """The `base.SwitchWire` of one device: one session at a time, and a dialect that is fixed."""
+    """The `base.SwitchWire` of one device, with one session at a time. Subclasses implement the dialects."""
 
     capabilities: SwitchCapabilities  # class attribute: of the dialect; instance attribute: of the device
     default_port: ClassVar[int]
@@ -122,11 +123,12 @@ class Tl1Wire(SwitchWire):
         """Read the data that the other verbs need, including the ranges of ports."""
 
     async def let_report(self, is_wanted: bool) -> None:
-        """Request that the device sends reports, or stops sending them."""
+        """Request that the device sends reports or, if `is_wanted` is False, that it stops sending them."""
 
     @abstractmethod
     def meaning(self, verb: str, line: str) -> tuple[EventKind, int | None, CrossConnect | None]:
-        """Return the subject of one line of a report."""
+        """Return the kind of event that one line of a report describes, with the port or the cross-connect concerned,
+        if any."""
 
     async def open(self) -> None:
         for attempt in range(LOGIN_ATTEMPTS):
@@ -171,8 +173,8 @@ class Tl1Wire(SwitchWire):
     async def order_in_lines(
         self, pairs: Sequence[CrossConnect], form: str, ingress_offset: int = 0, egress_offset: int = 0
     ) -> None:
-        """Send a bulk command of this form, with `{0}` for the ingress ports and `{1}` for the egress ports, in as many
-        lines as the option `line_limit` requires."""
+        """Send a bulk command, split into as many lines as the option `line_limit` requires. In `form`, `{0}` stands
+        for the ingress ports and `{1}` for the egress ports."""
 
         def line(pairs: Sequence[CrossConnect]) -> str:
             ingress = port_list([pair.ingress_port + ingress_offset for pair in pairs])
@@ -242,17 +244,17 @@ class Tl1Wire(SwitchWire):
 
 
 class _NoPlace(Tl1Denied):
-    """Raised when a login is refused because of other sessions."""
+    """Raised when a login is refused because the device allows no further session."""
 
 
 def partly_done(what: str, error: DriverRetryable) -> DriverOutcomeUnknown:
-    """Return the error to raise when a later part of a setter failed. The outcome is unknown, because earlier parts
-    took effect."""
+    """Return the error to raise when a later part of a setter has failed. It is DriverOutcomeUnknown, because the
+    earlier parts took effect."""
     return DriverOutcomeUnknown(f"{what}: {error.message}", command=error.command, answer=error.answer)
 
 
 def port_list(ports: Sequence[int]) -> str:
-    """Format a port list, `1&2&3`. Raises ValueError for an empty list, which some devices take as all ports."""
+    """Format a port list, `1&2&3`. Raises ValueError for an empty list, which some devices interpret as all ports."""
     if not ports:
         raise ValueError("the list must not be empty: some devices take an empty list as every circuit")
     return "&".join(map(str, ports))

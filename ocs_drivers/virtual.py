@@ -26,7 +26,7 @@ from ocs_drivers.options import ConfiguredSwitch, DriverOptions, Flag, SecondsOr
 
 
 class VirtualSwitchWire(SwitchWire):
-    """A `base.SwitchWire` over a session with an `EmulatedDevice`."""
+    """Implements `base.SwitchWire` over a session with an `EmulatedDevice`."""
 
     def __init__(self, model: EmulatedDevice, *, bulk: bool = True) -> None:
         self.capabilities = SwitchCapabilities(

@@ -1,1 +1,1 @@
-"""The modules that all packages share: time, errors, the journal, operations, documents, the configuration."""
+"""The modules that all packages share: time, errors, the journal, operations, documents and the configuration."""

@@ -1,5 +1,5 @@
-"""Parse and compare addresses. Separate from the configuration, so that commands that only query a daemon load
-quickly."""
+"""Parse and compare network addresses. This module does not import the configuration, so that commands that only query
+a daemon start quickly."""
 
 import ipaddress
 import os
@@ -19,7 +19,8 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Split `127.0.0.1:7070` or `[::1]:7070` into host and port. Raises ValueError, stating the fault."""
+    """Split an address such as `127.0.0.1:7070` or `[::1]:7070` into host and port. Raises ValueError if it is
+    malformed."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
         raise ValueError("must be HOST:PORT with a port of 0 to 65535")
@@ -31,15 +32,15 @@ def http_url(host: str, port: int | str) -> str:
 
 
 def remote_fault(host: str, allow: str) -> str:
-    """Return the fault of listening on `host`; empty for loopback. `allow` is the setting that permits other
-    addresses."""
+    """Return a message that rejects listening on `host`, or "" for a loopback address. `allow` describes the setting
+    that permits other addresses."""
     if is_loopback(host):
         return ""
     return f"is not a loopback address; {allow} to serve other machines"
 
 
 def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return the IP address in `host`; None for a name."""
+    """Parse `host` as an IP address; return None if it is a host name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
@@ -54,7 +55,7 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """An address from a URL, normalized so that two spellings of one address are equal."""
+    """An address from a URL, normalized so that different spellings of the same address are equal."""
 
     host: str
     port: int
@@ -62,18 +63,18 @@ class ServerAddress:
 
     @property
     def local(self) -> bool:
-        """True if the address denotes a different server on each host."""
+        """True for a loopback address, which denotes a different server on each host."""
         return is_loopback(self.host)
 
     @property
     def by_ipv4(self) -> "ServerAddress":
-        """The same address with 127.0.0.1 in place of IPv6's loopback address."""
+        """This address, with IPv6's loopback address replaced by 127.0.0.1."""
         return replace(self, host=LOOPBACK) if self.host == LOOPBACK_IPV6 else self
 
 
 @lru_cache(maxsize=16384)  # a fleet's URLs are compared repeatedly
 def server_address(url: str) -> ServerAddress | None:
-    """Return the address in an http or https URL; None if it is not such a URL."""
+    """Return the server's address in an http or https URL; None for any other text."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -85,14 +86,14 @@ def server_address(url: str) -> ServerAddress | None:
 
 
 def without_login(url: str) -> str:
-    """Return the URL without user name and password, for a message or another process."""
+    """Return the URL without user name and password, so that it can be shown or passed to another process."""
     before, mark, rest = url.rpartition("://")
     authority, slash, path = rest.partition("/")
     return f"{before}{mark}{authority.rpartition('@')[2]}{slash}{path}"
 
 
 def same_address(one: str, other: str) -> bool:
-    """Return whether two URLs, used from one host, refer to the same address."""
+    """Return whether two URLs refer to the same server address when used from the same host."""
     address = server_address(one)
     return address is not None and address == server_address(other)
 
@@ -113,11 +114,12 @@ def _host(host: str) -> str:
 
 
 def host_id() -> str:
-    """Return an id of this process's network stack. Processes with equal ids reach the same servers on loopback
-    addresses.
+    """Return an id of this process's network stack; "" if the system does not provide its parts. Processes with equal
+    ids reach the same servers on loopback addresses.
 
-    The id consists of the host's name, its boot id and the network namespace: containers on one machine have separate
-    loopback addresses, and cloned machines may share the other parts. Empty if the system does not provide them.
+    The id consists of the host's name, its boot id and the network namespace. The namespace is needed because
+    containers on one machine have separate loopback addresses; the host's name, because cloned machines may share the
+    other parts.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -128,7 +130,7 @@ def host_id() -> str:
 
 
 def check_url(url: str) -> str:
-    """Return the URL of an engine unchanged. Raises ValueError, stating the fault."""
+    """Return an engine's URL unchanged. Raises ValueError if it is not an http or https URL, or ends with /v1."""
     address = server_address(url)
     if address is None:
         raise ValueError("must be an http:// or https:// URL")

@@ -1,5 +1,5 @@
-"""Draw charts and write them to files: lines, bars over a range, time lanes, numbers in a grid. Equal data gives equal
-bytes. Matplotlib draws without a display, and is imported with the first figure."""
+"""Draw charts (bars, step functions) and write them to files. Equal data yields identical files. Matplotlib draws
+without a display, and is imported when the first figure is drawn."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ _XLINK_HREF = "{http://www.w3.org/1999/xlink}href"
 
 @dataclass(frozen=True, slots=True)
 class ChartBar:
-    """A horizontal bar. `row` is its middle; `label` is written behind its end."""
+    """A horizontal bar. `row` is the vertical position of its middle; `label` is written after its end."""
 
     row: float
     begin: float
@@ -48,7 +48,7 @@ class ChartLine:
 def axes(
     rows: int = 1, columns: int = 1, *, width: float = 9.0, height: float = 4.5, **options: Any
 ) -> "tuple[Figure, list[list[Axes]]]":
-    """Return a figure of `width` by `height` inches and its axes [row][column]."""
+    """Return a figure of `width` by `height` inches, and its axes as a list of rows."""
     figure = empty_figure(width, height)
     return figure, figure.subplots(rows, columns, squeeze=False, **options).tolist()
 
@@ -60,13 +60,14 @@ def empty_figure(width: float, height: float) -> "Figure":
 
 
 def literal(text: str) -> str:
-    """Escape a text so that matplotlib shows it unchanged; text between dollar signs would be rendered as
+    """Escape a text so that matplotlib shows it unchanged. Without escapes, text between dollar signs is rendered as
     mathematics."""
     return text.replace("$", r"\$")
 
 
 def save(figure: "Figure", target: Path, *, kind: str = "") -> None:
-    """Write the figure as `kind`, by default the suffix. Raises OSError, and ValueError for an unknown kind."""
+    """Write the figure to a file of format `kind`, by default the file name's suffix. Raises OSError if the file cannot
+    be written, and ValueError for an unknown format."""
     from matplotlib import rc_context
 
     kind = kind or target.suffix.lower().removeprefix(".")
@@ -75,7 +76,7 @@ def save(figure: "Figure", target: Path, *, kind: str = "") -> None:
 
 
 def inline_svg(figure: "Figure", title: str) -> str:
-    """Return the figure as an element for an HTML page, with the ids of artists converted to tooltips."""
+    """Return the figure as an SVG element for an HTML page. The ids (`gid`) of the figure's artists become tooltips."""
     from matplotlib import rc_context
 
     text = StringIO()
@@ -103,7 +104,8 @@ def inline_svg(figure: "Figure", title: str) -> str:
 def bar_chart(
     bars: Sequence[ChartBar], names: Mapping[float, str], x_label: str, *, until: float | None = None
 ) -> "Figure":
-    """Draw bars from the top, with the names of their rows. The axis ends at `until`, or behind the longest bar."""
+    """Draw horizontal bars, with row 0 at the top and the given names of the rows. The horizontal axis ends at `until`,
+    or by default after the longest bar."""
     rows = max([*names, *(bar.row for bar in bars)]) + 1
     shortest = SHORTEST * max((bar.end for bar in bars), default=0.0)
     figure, [[axis]] = axes(height=1.2 + 0.3 * rows)
@@ -128,7 +130,8 @@ def bar_chart(
 
 
 def add_stairs(axis: "Axes", lines: Iterable[ChartLine]) -> None:
-    """Draw each line in its own colour and style. A line without points is omitted, but keeps its colour."""
+    """Draw each line in a different colour and style. A line without points is omitted, but its colour stays
+    reserved."""
     for place, line in enumerate(lines):
         if line.points:
             axis.step(
@@ -142,7 +145,8 @@ def add_stairs(axis: "Axes", lines: Iterable[ChartLine]) -> None:
 
 
 def add_legend(figure: "Figure", colours: Mapping[str, str] | None = None) -> None:
-    """Add a legend in its own space above the axes: from `colours` by name, or from the labels of the lines."""
+    """Add a legend above the axes, in extra space. Its entries are the names in `colours`, or the labels of the drawn
+    lines if `colours` is None."""
     from matplotlib.patches import Patch
 
     if colours is None:

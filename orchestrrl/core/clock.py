@@ -35,8 +35,8 @@ class WallClock:
 
 
 class VirtualClock:
-    """A clock that advances only on request: `await clock.advance(seconds)` wakes every sleeper due in that time, in
-    order."""
+    """A clock that advances only on request: `await clock.advance(seconds)` wakes, in order of time, every sleeper
+    whose time is reached."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
@@ -52,7 +52,8 @@ class VirtualClock:
         await future
 
     async def advance(self, duration_s: float) -> None:
-        """Advance time by `duration_s`. Woken tasks run, and may sleep again, before time continues."""
+        """Advance the time by `duration_s` seconds. Tasks that wake up run, and may sleep again, before the time
+        advances further."""
         if duration_s < 0:
             raise ValueError(f"duration_s must be >= 0, got {duration_s}")
         end_s = self._now_s + duration_s
@@ -72,7 +73,8 @@ class VirtualClock:
 
 
 async def within(clock: Clock, limit_s: float, work: Awaitable[T]) -> T:
-    """Return the result of `work`, limited like asyncio.timeout but by `clock`. Raises Permanent after `limit_s`."""
+    """Return the result of `work`. Raises Permanent if it takes longer than `limit_s` by `clock`. Otherwise like
+    asyncio.timeout."""
     if limit_s == inf:
         return await work
     task, expired = asyncio.current_task(), False
@@ -97,7 +99,7 @@ async def within(clock: Clock, limit_s: float, work: Awaitable[T]) -> T:
 
 
 async def until_set(clock: Clock, event: asyncio.Event, within_s: float, *also: asyncio.Future[Any]) -> None:
-    """Wait until the event is set, one of the futures is done, or `within_s` have passed."""
+    """Wait until the event is set, one of the futures is done, or `within_s` seconds have passed."""
     own = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(clock.sleep(within_s))]
     try:
         await asyncio.wait([*own, *also], return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,7 @@
 """Unexpected exceptions in parts of the daemon: counted, logged when they change, and kept for `orchestrrl status`.
 
-A part is a loop or a long-running task. The exception ends its present turn, and the next turn begins as usual.
+A part is a loop or a long-running task of the daemon. An exception ends the part's present turn (iteration), and the
+next turn begins as usual.
 """
 
 import asyncio
@@ -38,8 +39,8 @@ _OURS = tuple(f"{Path(__file__).parents[2] / package}/" for package in _PACKAGES
 
 @dataclass(frozen=True, slots=True)
 class Defect:
-    """The latest exception of a part. Two defects are the same if type and place are equal; their messages may
-    differ."""
+    """The latest exception of one part of the daemon. Two defects are the same if type and place are equal; their
+    messages may differ."""
 
     part: str
     type: str
@@ -54,8 +55,8 @@ class Defect:
 
 
 class Defects:
-    """The exceptions since the start, by part. `on_repeated` is called with each defect that ended `REPEATED`
-    consecutive turns; it must not raise."""
+    """Records the daemon's unexpected exceptions since its start, by part. `on_repeated` is called with each defect
+    that has ended `REPEATED` consecutive turns of a part; it must not raise."""
 
     def __init__(self, clock: Clock, on_repeated: Callable[[Defect], None]) -> None:
         self.counts: Counter[str] = Counter()
@@ -92,8 +93,8 @@ class Defects:
             self._latest[part] = replace(defect, running=0)
 
     def begin(self, part: str, turn: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """Run one turn of the part as a task. An expected failure, which need not recur in the next turn, is only
-        logged."""
+        """Run one turn of the part as a task. An OrchestrRLError is only logged, because it is expected and need not
+        recur in the next turn."""
         task = asyncio.create_task(turn)
         self.tasks[task] = part
         task.add_done_callback(self._ended)
@@ -117,7 +118,8 @@ class Defects:
             self.passed(part)
 
     def _log(self, defect: Defect, error: BaseException) -> None:
-        """Log one line, with the traceback if it is the first of its kind and adds information to the message."""
+        """Log the exception on one line. The traceback is added for the first unexpected exception of each part, type
+        and place."""
         key = (defect.part, defect.type, defect.place)
         traced = key in self._traced or isinstance(error, OrchestrRLError)
         if not traced:
@@ -127,14 +129,15 @@ class Defects:
 
 
 def is_cancelled() -> bool:
-    """Return whether the current task was cancelled. Otherwise a CancelledError originates in the task's own work."""
+    """Return whether the current task was cancelled. If it was not, a CancelledError was raised by the task's own
+    work."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 async def keep_running(part: str, work: Callable[[], Awaitable[None]], defects: Defects, clock: Clock) -> None:
-    """Run a task until it returns or is cancelled. After an exception it is restarted after a pause, because a defect
-    in one part must not end the daemon."""
+    """Run `work` until it returns or is cancelled. After an exception, `work` is restarted after a pause, because a
+    defect in one part must not end the daemon."""
     pause_s = FIRST_PAUSE_S
     while True:
         began_s = clock.now_s()
@@ -152,8 +155,8 @@ async def keep_running(part: str, work: Callable[[], Awaitable[None]], defects: 
 
 
 def _place(error: BaseException) -> str:
-    """Return the place where the exception was raised; for an exception of a library, the call from this project's
-    code."""
+    """Return the file and line where the exception was raised. If a library raised it, return the place of the call in
+    this project's code."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if frame.filename.startswith(_OURS) or not frame.filename.startswith(_LIBRARIES)]
     if not frames:

@@ -1,8 +1,8 @@
 """Delivery of orders: each takes effect at most once and has one result, even if messages are lost, repeated, late or
 reordered.
 
-The sender keeps an order until its first result, and sends it again when its destination attaches again. The receiver
-carries an order out once per id, and answers a repetition with the stored result.
+The sender keeps an order until its first result arrives, and sends it again when its destination attaches again. The
+receiver carries out an order once per id, and answers a repetition with the stored result.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ FAULTS_TOLD = 20  # most faults reported of a malformed order
 
 
 class DatedOrder(Protocol):
-    """The part of an order that delivery reads. An order with `valid_until_s` None does not expire."""
+    """The fields of an order that this module reads. An order whose `valid_until_s` is None does not expire."""
 
     @property
     def id(self) -> str: ...
@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 
 class OrderStream(Generic[Item]):
-    """The stream of orders to a destination, from its attachment until it attaches again or detaches."""
+    """The stream of orders to a destination, from the destination's attachment until it attaches again or detaches."""
 
     def __init__(self, waiting: Iterable[Item] = ()) -> None:
         self._waiting = deque(waiting)
@@ -55,7 +55,7 @@ class OrderStream(Generic[Item]):
         self._changed.set()
 
     def end(self) -> None:
-        """End the stream; waiting orders are not sent."""
+        """End the stream. Orders that are still queued are not sent."""
         self.ended = True
         self._changed.set()
 
@@ -71,8 +71,8 @@ class OrderStream(Generic[Item]):
 
 
 class Outbox(Generic[Item]):
-    """A queue of items to be written to a stream. Items that could not be written wait for the next stream. Beyond
-    `most` items, the oldest are dropped."""
+    """A queue of items to be written to a stream. Items that could not be written are kept for the next stream. If
+    there are more than `most` items, the oldest are dropped."""
 
     def __init__(self, most: int | None = None) -> None:
         self.items: deque[Item] = deque(maxlen=most)
@@ -96,7 +96,7 @@ class Outbox(Generic[Item]):
 
 @dataclass(slots=True, eq=False)
 class OpenOrder(Generic[Destination, Given, Result]):
-    """An order without a result. After `over_s`, it will have no further effect."""
+    """An order without a result. After the time `over_s`, the order has no further effect."""
 
     destination: Destination
     order: Given
@@ -110,7 +110,7 @@ class OpenOrder(Generic[Destination, Given, Result]):
 
 
 class OpenOrders(Generic[Destination, Given, Result]):
-    """The orders that have no result yet, by destination and id."""
+    """The orders that have no result yet, indexed by destination and order id."""
 
     def __init__(self) -> None:
         self._to: dict[Destination, dict[str, OpenOrder[Destination, Given, Result]]] = {}
@@ -119,7 +119,8 @@ class OpenOrders(Generic[Destination, Given, Result]):
         return (opened for there in tuple(self._to.values()) for opened in tuple(there.values()))
 
     def to(self, destination: Destination) -> tuple[OpenOrder[Destination, Given, Result], ...]:
-        """Return the orders to repeat when the destination attaches again, in order of creation."""
+        """Return the open orders to a destination, in order of creation. They are sent again when the destination
+        attaches again."""
         return tuple(self._to.get(destination, {}).values())
 
     def find(self, destination: Destination, id: str) -> OpenOrder[Destination, Given, Result] | None:
@@ -129,7 +130,8 @@ class OpenOrders(Generic[Destination, Given, Result]):
         self._to.setdefault(opened.destination, {})[opened.order.id] = opened
 
     def close(self, opened: OpenOrder[Destination, Given, Result], result: Result | None = None) -> None:
-        """Close the order with its first result, or with None if it is withdrawn. Later results are ignored."""
+        """Close an order with its first result, or with None if the order is withdrawn, which cancels its future. Later
+        results are ignored."""
         there = self._to.get(opened.destination, {})
         if there.pop(opened.order.id, None) is None:
             return
@@ -144,7 +146,7 @@ class OpenOrders(Generic[Destination, Given, Result]):
 
 
 class NotDone(StrEnum):
-    """The reason why an order has no result of its own."""
+    """The reason why carrying out an order produced no result."""
 
     REFUSED = "refused"  # nothing was started
     FAILED = "failed"
@@ -152,12 +154,13 @@ class NotDone(StrEnum):
 
 
 class ReceivedOrders(Generic[Given, Result]):
-    """Carries each order out once per id, and returns its one result on every delivery.
+    """Carries out each order once per id, and returns the same result on every delivery of the order.
 
-    A result is kept at least until its order has expired, so a late repetition is answered with it or refused as
-    expired. Once `capacity` unexpired orders are stored, further orders that expire are refused. Orders of an older
-    generation than the newest are refused, so that a replaced daemon has no control. `not_done` makes the result of an
-    order that was refused or raised an error, from the reason and the time of its arrival.
+    A result is kept at least until its order has expired, so a late repetition is answered with the result or refused
+    as expired. While `capacity` unexpired orders are stored, new orders that have an expiry are refused. Orders of a
+    generation older than the newest received are refused, so that a replaced daemon has no control. `not_done`
+    constructs the result of an order that was refused or raised an error, given the reason and the order's time of
+    arrival.
     """
 
     def __init__(
@@ -182,8 +185,8 @@ class ReceivedOrders(Generic[Given, Result]):
         return len(self._received)
 
     async def result(self, order: Given) -> Result:
-        """Return the stored result, the result of a delivery in progress, a refusal, or the result of a new call of
-        `perform`."""
+        """Return the result of an order: the stored result if the order was carried out before, otherwise a refusal or
+        the result of `perform`. If the order is being carried out, wait for its result."""
         now_s = self._clock.now_s()
         if order.id not in self._received:
             if refusal := self._refusal(order, now_s):
@@ -200,7 +203,7 @@ class ReceivedOrders(Generic[Given, Result]):
         await stop(*(task for task, _ in self._received.values()))
 
     def _refusal(self, order: Given, now_s: float) -> str:
-        """Return why the order must not be carried out; empty if it may be."""
+        """Return why the order must not be carried out; empty if it may be carried out."""
         newest = self._newest = max(self._newest, order.generation)
         if order.generation < newest:
             return f"generation {order.generation} is superseded by generation {newest}"
@@ -212,7 +215,7 @@ class ReceivedOrders(Generic[Given, Result]):
         return ""
 
     def _make_room(self, now_s: float) -> None:
-        """Drop finished and expired orders, oldest first, and only as many as needed for one more."""
+        """Drop orders that are finished and expired, oldest first, until there is room for one more order."""
         if len(self) < self._capacity:
             return
         for id, (task, valid_until_s) in list(self._received.items()):

@@ -1,5 +1,4 @@
-"""Documents written by users: YAML without its pitfalls, and numbers within bounds. Faults have their path and
-value."""
+"""Read documents written by users: strict YAML, and numbers within bounds. Faults are reported with path and value."""
 
 import logging
 import math
@@ -19,8 +18,8 @@ _Number = TypeVar("_Number", int, float)
 
 
 def require(condition: Callable[[Any], bool], wish: str) -> Callable[[_Number], _Number]:
-    """Return a pydantic check that a number is finite and satisfies the condition; `wish` describes it in the
-    message."""
+    """Return a pydantic validator that accepts finite numbers that satisfy the condition. For other numbers, its
+    message is `must be WISH`."""
 
     def check(value: _Number) -> _Number:
         if not math.isfinite(value) or not condition(value):
@@ -38,14 +37,15 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
-    """Base class of every object in a document: known fields only, no coercion, frozen."""
+    """Base class of every object in a document. Unknown fields are rejected, values are not coerced, and instances are
+    frozen."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class SectionWithFormer(Section):
-    """Base class of a section from which fields without effect were removed. Documents that still have them are
-    accepted.
+    """Base class of a section from which obsolete fields were removed. Documents that still contain these fields are
+    accepted with a warning.
 
     This is not part of `Section`, because a validator in mode `before` makes pydantic validate JSON like Python values.
     """
@@ -63,7 +63,7 @@ class SectionWithFormer(Section):
 
 
 def read_text(path: Path | str) -> str:
-    """Return the file's text. Raises ProblemFaults if it cannot be read."""
+    """Return the file's text. Raises ProblemFaults if it cannot be read or is not UTF-8."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -72,7 +72,8 @@ def read_text(path: Path | str) -> str:
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse a YAML document; JSON is valid YAML. Raises ProblemFaults if the text is invalid."""
+    """Parse a YAML document; JSON is valid YAML. Raises ProblemFaults if the text is not valid YAML or is nested too
+    deeply."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -82,13 +83,13 @@ def parse_yaml(text: str) -> Any:
 
 
 def dump_yaml(document: Any) -> str:
-    """Format a document as YAML that `parse_yaml` can read, with its keys in order."""
+    """Format a document as YAML that `parse_yaml` can read, with its keys in their given order."""
     return yaml.dump(document, Dumper=YamlDumper, sort_keys=False)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 loader without two pitfalls: duplicate keys, of which YAML silently keeps the last, and `1e-8` read as
-    text."""
+    """A YAML 1.1 loader that rejects duplicate keys, of which PyYAML silently keeps the last, and parses `1e-8` as a
+    number instead of text."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()

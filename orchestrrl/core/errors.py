@@ -1,4 +1,5 @@
-"""Errors that imply the caller's next step. Every external failure is Retryable, Permanent or OutcomeUnknown."""
+"""Errors whose class determines the caller's next step. Every external failure is Retryable, Permanent or
+OutcomeUnknown."""
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -10,7 +11,7 @@ if TYPE_CHECKING:  # most processes raise errors, but few validate models
 
 
 class OrchestrRLError(Exception):
-    """Base class of OrchestrRL's errors; never raised itself."""
+    """Base class of OrchestrRL's errors; only its subclasses are raised."""
 
 
 class Retryable(OrchestrRLError):
@@ -26,15 +27,15 @@ class Permanent(OrchestrRLError):
 
 
 class LimitReached(Permanent):
-    """The input exceeds a configured limit. The message has the limit, its key and the value."""
+    """The input exceeds a configured limit. The message contains the limit, its configuration key and the value."""
 
 
 class OutcomeUnknown(OrchestrRLError):
-    """The call may or may not have taken effect: observe before acting again."""
+    """The call may or may not have taken effect: the caller must observe the state before it acts again."""
 
 
 class ProblemFaults(OrchestrRLError):
-    """Malformed input, with all of its faults, each `path.to.field: what is wrong, got VALUE`."""
+    """Malformed input, with a list of all its faults, each `path.to.field: what is wrong, got VALUE`."""
 
     def __init__(self, faults: list[str]) -> None:
         super().__init__("\n".join(faults))
@@ -42,8 +43,7 @@ class ProblemFaults(OrchestrRLError):
 
 
 def path_of(location: tuple[int | str, ...]) -> str:
-    """Format a location such as `("ocs", 1, "timeout_s")` as `ocs[1].timeout_s`; the document itself is
-    `(document)`."""
+    """Format a location such as `("ocs", 1, "timeout_s")` as `ocs[1].timeout_s`; an empty location is `(document)`."""
     path = ""
     for part in location:
         if isinstance(part, int):
@@ -55,8 +55,8 @@ def path_of(location: tuple[int | str, ...]) -> str:
 
 
 def faults_of(error: "ValidationError", model: "type[BaseModel] | None" = None) -> list[str]:
-    """Return one line per fault of a pydantic validation, as `path.to.field: what is wrong, got VALUE`. With the
-    validated `model`, an unknown field is reported with the most similar known field."""
+    """Return one line per fault of a pydantic validation, as `path.to.field: what is wrong, got VALUE`. If `model`, the
+    validated model, is given, the most similar known field is suggested for an unknown field."""
     faults = []
     for item in error.errors(include_url=False):
         if item["type"] == "missing":
@@ -73,7 +73,7 @@ def faults_of(error: "ValidationError", model: "type[BaseModel] | None" = None) 
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return `; did you mean X?` for the most similar known name; "" if none is similar."""
+    """Return `; did you mean X?` for the most similar known name; "" if no known name is similar."""
     close = get_close_matches(name, list(known), n=1, cutoff=0.7) if isinstance(name, str) and len(name) < 100 else []
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -108,7 +108,7 @@ def _schema(model: "type[BaseModel]") -> dict[str, Any]:
 
 
 def number_runs(numbers: Iterable[int]) -> list[str]:
-    """Format numbers as runs such as `1-4` and `9`, in the given order."""
+    """Format numbers as a list of runs such as `1-4` and `9`, in the given order."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -119,8 +119,8 @@ def number_runs(numbers: Iterable[int]) -> list[str]:
 
 
 def few(arguments: Sequence[str], most: int = 8, between: str = "; ") -> str:
-    """Join the first `most` items, each cut, and state how many more there are. A fleet has hundreds of engines, a
-    model thousands of tensors."""
+    """Join the first `most` items, each cut to a maximum length, and state how many more there are. Lists can be long:
+    a fleet has hundreds of engines and a model thousands of tensors."""
     more = [f"and {len(arguments) - most} more"] if len(arguments) > most else []
     return between.join([*(cut(word) for word in arguments[:most]), *more])
 

@@ -1,4 +1,4 @@
-"""Helpers that build Prometheus metric families in one expression."""
+"""Helpers that build a Prometheus metric family in a single expression."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -36,8 +36,9 @@ def _several(labels: Labels) -> tuple[str, ...]:
 
 
 class MetricFamilies(list[Metric]):
-    """A list of metrics that are collected together. Names get the `prefix`; label names follow the name in braces. A
-    value is one number, or a mapping from label values to numbers; None is omitted."""
+    """A list of metrics that are collected together. `prefix` is prepended to every name. Label names follow a metric's
+    name in braces. A value is one number, or a mapping from label values to numbers; metrics and samples with value
+    None are omitted."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""The attached nodes, and the orders on their way to each.
+"""The attached nodes (agents and gateways), and the orders that are queued for each node.
 
-A node that attaches again under the same id replaces its old stream. Two processes attached under one id at the same
-time are different nodes: the second is listed under an id with its incarnation. Among waiting standing orders (routes),
-only the newest is kept, because each replaces the previous one.
+A node that attaches again under the same id replaces its old stream. Two processes that are attached under the same id
+at the same time are different nodes: the second node is listed under an id that includes its incarnation. Among queued
+standing orders (routes), only the newest is kept, because each order replaces the previous one.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ class NodeKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GatewayEngine:
-    """An engine under the name that a gateway's own command line assigns."""
+    """An engine, with the name that a gateway's command line assigns to it."""
 
     engine: EngineId
     url: str
@@ -32,7 +32,7 @@ class GatewayEngine:
 
 @dataclass(frozen=True, slots=True)
 class NodeHello:
-    """The first message of a node when it attaches."""
+    """The first message that a node sends when it attaches."""
 
     node: NodeId
     kind: NodeKind
@@ -45,8 +45,8 @@ class NodeHello:
 
 
 class Attachment(OrderStream[Operation]):
-    """One node's stream of orders, from its hello to its end. Standing orders are sent first, because they also
-    announce the commanding generation to the node."""
+    """The stream of orders to one node, from the node's hello until the stream ends. Standing orders are sent first,
+    because they also announce the daemon's generation to the node."""
 
     def __init__(self, hello: NodeHello) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Attachment(OrderStream[Operation]):
 
 @dataclass(slots=True)
 class NodeState:
-    """The state of a node that is or was attached."""
+    """The state of a node that is attached now or was attached earlier."""
 
     attachment: Attachment  # the latest
     attached: bool
@@ -73,14 +73,15 @@ class NodeState:
 
 @dataclass(slots=True)
 class _Process:
-    """One process of a node, while it has a stream."""
+    """One process of a node. It is stored while it has a stream of reports or orders."""
 
     id: NodeId  # the id under which it is listed
     streams: set[object] = field(default_factory=set)  # of reports by number, of orders by attachment
 
 
 class NodeRegistry:
-    """The attached nodes, and the time of the last report of detached ones. At most `most_nodes` are stored."""
+    """The attached nodes, and detached nodes with the time of their last report. At most `most_nodes` nodes are
+    stored."""
 
     def __init__(self, most_nodes: int = 8192) -> None:
         self._most_nodes = most_nodes
@@ -88,8 +89,9 @@ class NodeRegistry:
         self._processes: dict[tuple[NodeId, str], _Process] = {}  # by id and incarnation
 
     def id_of(self, node: NodeId, incarnation: str, stream: object) -> NodeId:
-        """Return the id under which the node using a stream is listed: its own, unless another attached process has it.
-        Processes without an incarnation cannot be distinguished."""
+        """Return the id under which the process that uses a stream is listed: the node's id or, if another attached
+        process has that id, the id with a hash of the incarnation. Processes without an incarnation are listed under
+        the node's id."""
         if not incarnation:
             return node
         process = self._processes.get((node, incarnation))
@@ -103,20 +105,22 @@ class NodeRegistry:
         return process.id
 
     def stream_ended(self, stream: object) -> None:
-        """Remove the stream from its process, and the process with its last stream."""
+        """Remove a stream from its process. Remove the process too if this was its last stream."""
         for key, process in list(self._processes.items()):
             process.streams.discard(stream)
             if not process.streams:
                 del self._processes[key]
 
     def doubles(self) -> dict[NodeId, NodeId]:
-        """Return nodes listed under another id, with their own id, which another attached node has."""
+        """Return the nodes whose id another attached node has, as a mapping from the id under which they are listed to
+        that id."""
         there = {process.id for process in self._processes.values()}
         listed = {process.id: node for (node, _), process in self._processes.items() if process.id != node}
         return {id: node for id, node in listed.items() if node in there}
 
     def attach(self, hello: NodeHello, now_s: float) -> Attachment:
-        """Attach a node and return its stream of orders. Raises LimitReached if too many other nodes are attached."""
+        """Attach a node and return its stream of orders. Raises LimitReached if `most_nodes` other nodes are
+        attached."""
         attachment = Attachment(hello)
         attachment.hello = hello = replace(hello, node=self.id_of(hello.node, hello.incarnation, attachment))
         try:
@@ -132,7 +136,8 @@ class NodeRegistry:
         return attachment
 
     def detach(self, attachment: Attachment, now_s: float) -> bool:
-        """Record that the stream has ended. Return False if a newer stream of the same node had replaced it."""
+        """Record that the stream has ended. Return True if the node is detached by this, and False if a newer stream of
+        the node had already replaced the stream."""
         attachment.end()
         node = attachment.hello.node
         is_double = any(process.id == node != own for (own, _), process in self._processes.items())
@@ -158,16 +163,17 @@ class NodeRegistry:
         known.attachment.put(operation)
 
     def gateways(self) -> tuple[NodeId, ...]:
-        """Return the attached gateways, by id."""
+        """Return the ids of the attached gateways, sorted."""
         nodes = self._known.items()
         return tuple(sorted(n for n, at in nodes if at.attached and at.attachment.hello.kind is NodeKind.GATEWAY))
 
     def states(self) -> tuple[NodeState, ...]:
-        """Return the states of all stored nodes, attached or not, by id."""
+        """Return the states of all stored nodes, attached or not, in order of their ids."""
         return tuple(self._known[node] for node in sorted(self._known))
 
     def _make_room(self, node: NodeId) -> None:
-        """Drop the node that has been detached for the longest time, if the limit is reached."""
+        """If the limit of nodes is reached, drop the detached node with the oldest last report. Raises LimitReached if
+        no node is detached."""
         if node in self._known or len(self._known) < self._most_nodes:
             return
         away = [known for known in self._known.values() if not known.attached]
@@ -177,6 +183,6 @@ class NodeRegistry:
         del self._known[min(away, key=lambda known: known.last_report_s).attachment.hello.node]
 
     def end_all(self) -> None:
-        """Close every stream, so that nodes notice at once and attach to the next daemon."""
+        """Close every stream, so that nodes notice the daemon's end at once and attach to the next daemon."""
         for known in self._known.values():
             known.attachment.end()

@@ -1,4 +1,4 @@
-"""The execution of long computations: in a thread in the daemon, inline in simulations."""
+"""Run long computations: in a thread in the daemon, and inline in simulations."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any

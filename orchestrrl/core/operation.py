@@ -1,10 +1,10 @@
-"""Run a journalled operation to its end: forward by its steps, or back if one fails.
+"""Run a journalled operation to its end: carry out its steps, or roll them back if a step fails.
 
 A description defines the steps and their effects; this module decides the order of execution. The steps of a chain run
-one after another, the chains of a stage in parallel, the stages one after another. Each step is written to the journal
-before and after it, unless the kind of operation has no entries for steps. After a failure, and when a restarted daemon
-resumes an open operation, the present state is observed; then the description decides whether the operation is
-finished, or plans the rollback. Every step must be idempotent.
+one after another, the chains of a stage in parallel, the stages one after another. A journal entry is written before
+and after each step, unless the type of operation has no entries for steps. After a failure, and when a restarted daemon
+resumes an open operation, the present state is observed. The description then decides whether the operation is
+completed or rolled back, and plans the rollback. Every step must be idempotent.
 """
 
 import asyncio
@@ -47,14 +47,14 @@ class OperationState(StrEnum):
 
 
 class Step(Protocol):
-    """One step of an operation. `number` counts from 1 within a direction."""
+    """One step of an operation. `number` counts from 1, separately for the forward steps and the rollback."""
 
     @property
     def number(self) -> int: ...
 
     @property
     def within_s(self) -> float | None:
-        """The step's time limit in seconds; None if the step's own actions have limits."""
+        """The step's time limit in seconds; None if the actions within the step limit their time themselves."""
         ...
 
 
@@ -75,7 +75,7 @@ class StepReport(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class StepEntry:
-    """A journal entry of one step. Entries are kept in the order in which they were written."""
+    """A journal entry about one step."""
 
     direction: StepDirection
     number: int
@@ -85,7 +85,8 @@ class StepEntry:
 
 
 class Description(Protocol[S]):
-    """Defines one kind of operation. Descriptions derive from this class; methods with a body have a default."""
+    """Defines the steps and decisions of one operation. Subclasses must implement the methods whose body is `...`; the
+    other methods have a default."""
 
     valid_until_s: float = inf  # an operation that would begin later is refused
     errors: tuple[type[Exception], ...] = (OrchestrRLError,)  # errors that the methods raise; any other is a defect
@@ -100,39 +101,43 @@ class Description(Protocol[S]):
     def forward(self) -> Sequence[Stage[S]]: ...
 
     def intent(self) -> Mapping[str, Any]:
-        """Return the body of the intent's entry."""
+        """Return the body of the journal entry with the operation's intent."""
         ...
 
     def record(self, step: S) -> Mapping[str, Any]:
-        """Return the fields of a step's entries besides its state: enough to plan the rollback from them."""
+        """Return additional fields for the journal entries of a step, sufficient to plan the rollback from the
+        entries."""
         return {}
 
     async def do(self, step: S) -> str:
-        """Carry out a step and return a remark for the report. Raises one of `errors`."""
+        """Carry out a step and return a remark for the report. Raises one of `errors` if the step fails."""
         ...
 
     async def undo(self, step: S) -> str:
-        """Carry out a step of the rollback."""
+        """Carry out a step of the rollback and return a remark for the report. Raises one of `errors` if the step
+        fails."""
         ...
 
     async def observe(self) -> None:
-        """Read the present state. Raises one of `errors` if it cannot be read yet."""
+        """Read the present state. Raises one of `errors` if the state cannot be read yet."""
         ...
 
     def back(self, records: Sequence[StepEntry]) -> Sequence[Stage[S]]:
-        """Plan the rollback from the observed state and the journal entries."""
+        """Return the stages of the rollback, planned from the observed state and the journal entries."""
         ...
 
     def restored(self) -> bool:
-        """Return whether the last observed state equals the one before the operation."""
+        """Return whether the last observed state equals the state before the operation."""
         ...
 
     def resume_from(self, records: Sequence[StepEntry]) -> frozenset[int] | None:
-        """Return the numbers of the steps that need not be repeated, or None to roll the operation back."""
+        """Decide how a restarted daemon continues an open operation. Return the numbers of the steps that need not be
+        repeated, or None to roll the operation back."""
         return None
 
     def goes_on_after(self, failure: "OperationFailure[S]") -> frozenset[int] | None:
-        """Decide as `resume_from` does, after a failure in this daemon. The description limits the attempts."""
+        """Decide how the operation continues after a failure in this daemon, with a result as for `resume_from`. The
+        implementation must limit the number of attempts."""
         return None
 
     def is_final(self, step: S) -> bool:
@@ -144,24 +149,26 @@ class Description(Protocol[S]):
         return False
 
     def is_committed(self) -> bool:
-        """Return whether the operation can no longer be rolled back: later failures are reported, and the other steps
-        are done."""
+        """Return whether the operation can no longer be rolled back. In that case, failures of steps are only reported,
+        and the remaining steps are carried out."""
         return False
 
     def retry(self, failure: "OperationFailure[S]") -> bool:
-        """Return whether to begin again from the first step, after a rollback that restored the previous state."""
+        """Return whether the operation starts again from the first step, after a rollback that restored the previous
+        state."""
         return False
 
     def hold(self, step: S) -> Coroutine[Any, Any, None] | None:
-        """Return work that renews what a step acquired, such as a lease, for as long as the operation goes forward."""
+        """Return a coroutine that renews a resource that the step acquired, such as a lease, or None. It runs until the
+        forward steps end."""
         return None
 
     async def again(self, chain: Chain[S], failed: S) -> Chain[S]:
-        """Clean up after a step that failed during the rollback; return the chain to try again."""
+        """Clean up after a step that failed during the rollback. Return the chain of steps to try next."""
         return chain
 
     def waits_for(self, step: S) -> str:
-        """Return what a long step is waiting for; empty if unknown."""
+        """Return what a long step is waiting for; "" if unknown."""
         return ""
 
 
@@ -177,7 +184,7 @@ class OperationFailure(Exception, Generic[S]):
 
 
 class OperationRun(Generic[S]):
-    """One running operation. `changed` is called whenever its report changes."""
+    """Runs one operation. `changed` is called whenever the operation's report changes."""
 
     def __init__(
         self, description: Description[S], log: OperationJournal, clock: Clock, changed: Callable[[], None]
@@ -204,11 +211,11 @@ class OperationRun(Generic[S]):
 
     @property
     def steps(self) -> tuple[StepReport[S], ...]:
-        """The forward steps, followed by those of a rollback."""
+        """The reports of the forward steps, followed by the reports of the rollback's steps, if any."""
         return tuple(self._reports.values())
 
     def call_off(self, because: str) -> None:
-        """Cancel the operation and roll it back. Raises Permanent if that is no longer possible."""
+        """Cancel the operation and roll it back. Raises Permanent if the operation can no longer be cancelled."""
         going = self._going  # None: not yet begun
         over = self.going_back or self.state is not OperationState.RUNNING or (going is not None and going.done())
         if over or self._is_final:
@@ -218,7 +225,8 @@ class OperationRun(Generic[S]):
             going.cancel()
 
     async def run(self) -> None:
-        """Run the operation from its beginning to its end."""
+        """Write the intent and run the operation to its end. If the intent cannot be written, the operation ends
+        without any step."""
         try:
             self.begin()
         except OrchestrRLError as error:
@@ -229,11 +237,11 @@ class OperationRun(Generic[S]):
             await self.carry_out()
 
     def begin(self) -> None:
-        """Write the intent. Raises OrchestrRLError if the journal cannot write it."""
+        """Write the intent. Raises OrchestrRLError if the journal cannot be written."""
         self._log.begin(self._description.id, self._description.intent())
 
     async def carry_out(self) -> None:
-        """Run an operation whose intent is written. Raises Permanent on a second call."""
+        """Run the operation, whose intent must have been written. Raises Permanent on a second call."""
         if self._is_begun:
             raise Permanent(f"{self._description} has already begun")
         self._is_begun = True
@@ -244,8 +252,8 @@ class OperationRun(Generic[S]):
     async def resume(
         self, entries: Sequence[JournalEntry], because: str = "the daemon ended in the middle of it"
     ) -> None:
-        """Finish an operation that this daemon or an earlier one left open. `entries` are those of its steps. A
-        rollback reports `because`."""
+        """Finish an operation that this daemon or an earlier one left open. `entries` are the journal entries of its
+        steps. If the operation is rolled back, `because` is reported as the reason."""
         self._is_begun, self.state, self.going_back = True, OperationState.RUNNING, False
         self._recall(entries)
         await self._observe()
@@ -276,8 +284,8 @@ class OperationRun(Generic[S]):
         return None
 
     async def _end(self, failure: OperationFailure[S] | None) -> None:
-        """Run until the operation has ended. After a failure, the description decides from an observation whether it
-        continues or rolls back, and after a rollback, whether it begins again."""
+        """Run until the operation has ended. After a failure, the state is observed, and the description decides
+        whether the operation continues or is rolled back and, after a rollback, whether it starts again."""
         while failure is not None:
             self.failure, self.detail = failure, str(failure)
             self._changed()
@@ -326,8 +334,8 @@ class OperationRun(Generic[S]):
         self.state, self.ended_s = state, self._clock.now_s()
 
     async def _observe(self) -> None:
-        """Observe the present state, on which every decision depends. Repeat after an error, unless errors leave the
-        operation open."""
+        """Observe the present state, on which every decision depends. After an error the observation is repeated,
+        unless errors leave the operation open (`leaves_open`); then the error is raised."""
         while True:
             try:
                 return await self._description.observe()
@@ -364,7 +372,8 @@ class OperationRun(Generic[S]):
                 self.detail = "; ".join(filter(None, [self.detail, str(failure)]))
 
     async def _chain_back(self, chain: Chain[S]) -> str:
-        """Roll back one chain and return why it failed; empty on success. The other chains continue."""
+        """Carry out one chain of the rollback, with retries. Return why it failed; "" on success. A failure does not
+        stop the other chains."""
         why = ""
         for _ in range(BACK_ATTEMPTS):
             try:
@@ -443,8 +452,8 @@ class OperationRun(Generic[S]):
         self._changed()
 
     def _recall(self, entries: Sequence[JournalEntry]) -> None:
-        """Restore reports and records from the entries of an earlier daemon. A step that had begun may or may not be
-        done."""
+        """Restore reports and records from the entries of an earlier daemon. A step that had begun without ending is
+        reported as failed, although it may have taken effect."""
         forward = {step.number: step for step in steps_in(self._forward_stages)}
         for entry in entries:
             body = entry.body
@@ -474,7 +483,7 @@ class OperationRun(Generic[S]):
 
 
 def check_record(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the body of a step's entry. Raises ValueError if a field that `resume` reads is missing."""
+    """Return the body of a step's entry. Raises ValueError if a field that `resume` reads is missing or invalid."""
     missing = {"attempt", "number", "direction", "state", "detail", "began_s", "elapsed_s"} - entry.keys()
     if missing:
         raise ValueError(f"has no {min(missing)}")
@@ -483,5 +492,5 @@ def check_record(entry: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def steps_in(stages: Sequence[Stage[S]]) -> Iterator[S]:
-    """Return the steps in the order of their numbers."""
+    """Return the steps in these stages, stage by stage and chain by chain."""
     return (step for stage in stages for chain in stage for step in chain)

@@ -1,4 +1,4 @@
-"""The journal's entries of operations: intents, steps and results. No other module writes them."""
+"""Write and read the journal entries of operations: intents, steps and results. No other module writes such entries."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ MOST_STEPS = 1_000_000  # most entries of one operation that are read
 
 @dataclass(frozen=True, slots=True)
 class OpenIntent(Generic[T]):
-    """An operation that an earlier daemon began and did not end, with the entries of its steps in order."""
+    """An operation that an earlier daemon began and did not end, with the entries of its steps in the order in which
+    they were written."""
 
     id: str
     sequence: int  # of its intent's entry
@@ -23,7 +24,8 @@ class OpenIntent(Generic[T]):
 
 
 class OperationJournal:
-    """Writes the entries of one kind of operation. Each method raises Permanent if the journal cannot write."""
+    """Writes the entries of one type of operation. Each method that writes raises Permanent if the journal cannot be
+    written."""
 
     def __init__(self, journal: Journal, clock: Clock, entries: OperationEntries) -> None:
         self._journal = journal
@@ -39,7 +41,7 @@ class OperationJournal:
         return self._entries.step is not None
 
     def begin(self, id: str, body: Mapping[str, Any]) -> None:
-        """Write the intent, before any step is carried out."""
+        """Write an operation's intent. Must be called before any step is carried out."""
         self._journal.append(self._clock.now_s(), self._entries.intent, id, body)
 
     def step(self, id: str, body: Mapping[str, Any]) -> None:
@@ -56,7 +58,8 @@ class OperationJournal:
 def left_open(
     journal: JournalReader, entries: OperationEntries, parse: Callable[[JournalEntry], T]
 ) -> list[OpenIntent[T]]:
-    """Return the operations without a result whose intent `parse` can read, oldest first."""
+    """Return the operations that have no result, oldest first. Operations whose intent `parse` cannot read are
+    skipped."""
     found = []
     for entry in journal.open_operations(entries):
         intent = journal.interpret(entry, lambda _, entry=entry: parse(entry))  # type: ignore[misc]

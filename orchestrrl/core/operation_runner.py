@@ -1,8 +1,9 @@
-"""The life cycle of an operation: intent journalled -> sent -> observed -> result journalled.
+"""The life cycle of an operation: the intent is journalled, the order is sent, its outcome is observed, and the result
+is journalled.
 
-An operation whose result has not arrived is open. It is sent again when its node attaches again (see delivery.py), and
-otherwise settled from telemetry; its outcome is never assumed. Open operations of an earlier generation are recovered
-from the journal and handled in the same way.
+An operation whose result has not arrived is open. It is sent again when its node attaches again (see delivery.py).
+Otherwise its outcome is determined from telemetry, and never assumed. Open operations of an earlier generation are
+recovered from the journal and handled in the same way.
 """
 
 import asyncio
@@ -49,7 +50,7 @@ OpenOperation = OpenOrder[NodeId, Operation, OperationResult]
 
 
 class OperationRunner:
-    """Sends operations to nodes and ensures that each is closed exactly once."""
+    """Sends operations to nodes and ensures that each operation is closed exactly once."""
 
     def __init__(self, journal: Journal, nodes: NodeRegistry, clock: Clock, on_closed: Closed) -> None:
         self._log = OperationJournal(journal, clock, NODE_OPERATIONS)
@@ -68,7 +69,7 @@ class OperationRunner:
         return self._open.to(node)
 
     def recover(self) -> int:
-        """Recover the open operations of earlier generations, and return their number."""
+        """Load the open operations of earlier generations from the journal, and return their number."""
         for left in self._log.left_open(_written):
             operation, node = left.intent
             # It may have been sent, so it counts as sent.
@@ -76,14 +77,15 @@ class OperationRunner:
         return len(self.open)
 
     def next_operation(self, action: Action, valid_for_s: float) -> Operation:
-        """Return a new operation of this generation, without sending it. Standing orders such as routes are sent in
-        this form and are not tracked, because the next one supersedes them."""
+        """Return a new operation of this generation, without sending or journalling it. Standing orders such as routes
+        are created with this method and not tracked, because each order supersedes the previous one."""
         generation = self._log.generation
         id = OperationId(f"{generation}-{next(self._count)}")
         return Operation(id, generation, self._clock.now_s() + valid_for_s, action)
 
     async def run(self, node: NodeId, action: Action, valid_for_s: float) -> OperationResult:
-        """Send the action to the node and wait for the outcome."""
+        """Journal the action as an operation, send it to the node and wait for its result. If the node is not attached,
+        the result is FAILED."""
         operation = self.next_operation(action, valid_for_s)
         future: asyncio.Future[OperationResult] = asyncio.get_running_loop().create_future()
         opened = OpenOperation(node, operation, operation.valid_until_s, future)
@@ -99,7 +101,8 @@ class OperationRunner:
     async def run_moves(
         self, moves: Sequence[RequestMove], gateway_of: Callable[[RequestId], NodeId | None], valid_for_s: float
     ) -> MovesOutcome:
-        """Move the requests through their gateways, all gateways in parallel. A request must occur at most once."""
+        """Move the requests through their gateways, all gateways in parallel. `moves` must contain each request at most
+        once."""
         by_gateway: dict[NodeId, list[RequestMove]] = {}
         outcome: dict[RequestId, OperationItemResult] = {}
         for move in moves:
@@ -122,7 +125,7 @@ class OperationRunner:
         return MovesOutcome(tuple(outcome[move.request] for move in moves), tuple(results))
 
     def receive(self, result: OperationResult) -> None:
-        """Accept a node's result. A repeated result, or one for a closed operation, is ignored."""
+        """Accept a node's result. A result for an operation that is already closed is ignored."""
         opened = self._open.find(result.node, result.operation)
         if opened is None:
             return
@@ -134,18 +137,18 @@ class OperationRunner:
         self._close(opened, result)
 
     def attached(self, node: NodeId) -> None:
-        """Send the node's open operations again, to obtain their results."""
+        """Send the open operations of a node again after it has attached, to obtain their results."""
         for opened in self._open.to(node):
             self._send(opened)
 
     def withdraw(self, opened: OpenOperation, why: str) -> None:
-        """Close the operation as UNKNOWN: it is never sent again, and late results are ignored."""
+        """Close the operation with status UNKNOWN. It is not sent again, and late results are ignored."""
         if self._open.find(opened.destination, opened.order.id) is not None:
             self._end(opened, OperationStatus.UNKNOWN, f"withdrawn: {why}")
 
     def settle(self, evidence_of: Callable[[NodeId], OperationEvidence]) -> None:
-        """Close the operations whose outcome telemetry shows, and expire those whose outcome can no longer be
-        determined."""
+        """Close the operations whose outcome telemetry shows. Close operations whose outcome can no longer be
+        determined with status UNKNOWN."""
         now_s = self._clock.now_s()
         for opened in self._open:
             node = opened.destination
@@ -158,7 +161,8 @@ class OperationRunner:
                 self._end(opened, OperationStatus.UNKNOWN, f"node {node} has sent no report since")
 
     async def drain(self, timeout_s: float) -> int:
-        """Wait for results that are on their way. Return the number of operations left open for the next generation."""
+        """Wait up to `timeout_s` seconds for the results of open operations. Return the number of operations that are
+        still open; the next generation recovers them."""
         waiting = [opened.result for opened in self._open if opened.result is not None]
         if waiting:
             await asyncio.wait(waiting, timeout=timeout_s)
@@ -187,8 +191,8 @@ def _written(intent: JournalEntry) -> tuple[Operation, NodeId]:
 async def answers(
     orders: Mapping[NodeId, "asyncio.Task[OperationResult]"], clock: Clock, within_s: float
 ) -> dict[NodeId, OperationResult | None]:
-    """Return the results of orders to several nodes; None for one without an answer in time. The orders remain in
-    effect."""
+    """Wait up to `within_s` seconds for the results of orders to several nodes. Return the results by node; None for a
+    node that has not answered. Orders without an answer remain in effect."""
     over = asyncio.ensure_future(clock.sleep(within_s))
     try:
         while (waiting := [task for task in orders.values() if not task.done()]) and not over.done():

@@ -1,7 +1,7 @@
 """The daemon's orders to nodes, as values: an operation has an id, a generation and an expiry, and one result.
 
-A node carries an operation out once per id, and answers a repetition with the stored result. `kind` names an action in
-the journal. `settle` determines from telemetry the outcome of an operation without a result.
+A node carries out an operation once per id, and answers a repetition with the stored result. `kind` identifies the type
+of an action in the journal. `settle` determines the outcome of an operation without a result from telemetry.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ OperationId = NewType("OperationId", str)
 
 
 class PauseMode(StrEnum):
-    """The treatment of running requests: frozen in place, finished first, or ended with the tokens they have."""
+    """The treatment of running requests: they are frozen in place, finished first, or ended with the tokens generated
+    so far."""
 
     KEEP = "keep"
     WAIT = "wait"
@@ -26,11 +27,12 @@ class EngineRoute:
     """One engine that a gateway may route to.
 
     If `health` is None, no agent has reported the engine yet, and the gateway uses its own observation. If `url` is
-    empty, the gateway keeps the address it has.
+    empty, the gateway keeps the address that it uses.
 
-    `kv_version` identifies the configuration and the weights on which KV depends. Engines with the same one can hand
-    over the KV of requests to each other, as long as it is the one under which the request began. If empty, such moves
-    are not made. The policy version is also part of it; the gateway adds it, because the gateway learns it first.
+    `kv_version` identifies the configuration and the weights on which KV depends. Engines with the same `kv_version`
+    can transfer the KV of a request to each other if the request began under that version. If it is empty, KV is not
+    transferred. The policy version is also part of the version; the gateway adds it, because it receives the policy
+    version first.
     """
 
     engine: EngineId
@@ -50,11 +52,12 @@ class EngineRoute:
 
 @dataclass(frozen=True, slots=True)
 class SetRoutes:
-    """Replaces the set of engines that a gateway routes to. Requests on an engine that left the set stay on it.
+    """Replaces the set of engines that a gateway routes to. Requests stay on their engine even if the engine is no
+    longer in the set.
 
-    `expected` engines are being started. A request is kept for one of them regardless of its `hold_s`, and no request
-    fails for lack of an engine, until the engine is among the routes, is no longer expected, or `expected_until_s` has
-    passed.
+    `expected` engines are being started. While an engine is expected, a request is held for it regardless of the
+    request's `hold_s`, and no request fails for lack of an engine. This ends when the engine is among the routes or no
+    longer expected, or at `expected_until_s`.
     """
 
     routes: tuple[EngineRoute, ...]
@@ -70,7 +73,7 @@ class MoveRequests:
 
 
 class FrozenRequests(StrEnum):
-    """The way in which requests frozen during a change of weights continue."""
+    """The continuation of requests that were frozen during a change of weights."""
 
     RECOMPUTE = "recompute"  # their KV is recomputed with the new weights
     CONTINUE = "continue"  # with their present KV, computed with the previous weights
@@ -81,13 +84,13 @@ class FrozenRequests(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CloseBarrier:
-    """Stop sending requests to the engines and bring the engines to rest; the result has one item per engine. If that
-    is not done by `quiet_by_s`, the pause barrier opens again and the operation has failed. The same operation with the
-    same lease renews the lease.
+    """Makes a gateway stop sending requests to the engines and pause the engines. The result has one item per engine.
+    If the engines are not paused by `quiet_by_s`, the pause barrier opens again and the operation fails. A later
+    CloseBarrier with the same lease renews the lease.
 
     With `engines_run`, engines are not paused yet, because requests of other gateways must finish; the result covers
     this gateway's own requests. A later operation with the same lease and without `engines_run` pauses them. With
-    `weights_change`, engines have unknown weights if the lease expires, and answers state that.
+    `weights_change`, the engines' weights are unknown if the lease expires, and answers to requests state so.
     """
 
     lease: str
@@ -103,8 +106,8 @@ class CloseBarrier:
 
 @dataclass(frozen=True, slots=True)
 class OpenBarrier:
-    """Resume the engines, except those `without` the new weights, and send requests to them. If `policy_version` is
-    None, the weights are unchanged."""
+    """Makes a gateway resume the engines and send requests to them again, except the engines in `without`, which lack
+    the new weights. If `policy_version` is None, the weights are unchanged."""
 
     lease: str
     policy_version: int | None = None
@@ -114,7 +117,7 @@ class OpenBarrier:
 
 @dataclass(frozen=True, slots=True)
 class CancelRequests:
-    """End all named requests, and all requests of the named groups."""
+    """Makes a gateway end all named requests, and all requests of the named groups."""
 
     requests: tuple[RequestId, ...]
     groups: tuple[str, ...]
@@ -143,8 +146,9 @@ class OperationStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OperationItemResult:
-    """The result of one item. For a move, `duration_s` is the time until the next token, less one decode step; 0 if it
-    was not observed. `method` is the method finally used; None if unknown, or if there was no context to bring."""
+    """The result of one item. For a move, `duration_s` is the time until the next token minus one decode step; 0 if it
+    was not observed. `method` is the method that was used in the end; None if it is unknown or the request had no
+    context to transfer."""
 
     id: str
     done: bool
@@ -167,7 +171,7 @@ class OperationResult:
 
 
 def status_of(items: tuple[OperationItemResult, ...]) -> OperationStatus:
-    """Return DONE, PARTIAL or FAILED, according to the items."""
+    """Return DONE if all items are done, PARTIAL if some are, and FAILED if none is."""
     done = sum(item.done for item in items)
     if done == len(items):
         return OperationStatus.DONE
@@ -176,7 +180,8 @@ def status_of(items: tuple[OperationItemResult, ...]) -> OperationStatus:
 
 @dataclass(frozen=True, slots=True)
 class MovesOutcome:
-    """The outcome of each move, in the order of the request, and the operations that carried them out."""
+    """The outcome of each move, in the order of the given moves, and the results of the operations that carried the
+    moves out."""
 
     items: tuple[OperationItemResult, ...]
     operations: tuple[OperationResult, ...]
@@ -184,18 +189,18 @@ class MovesOutcome:
 
 @dataclass(frozen=True, slots=True)
 class OperationEvidence:
-    """The last reported state of the fleet, and the time of the last report of the operation's node (None: no report
-    yet)."""
+    """The last reported state of the fleet, and the time of the last report from the operation's node (None if it has
+    not reported yet)."""
 
     snapshot: Snapshot
     last_report_s: float | None
 
 
 def settle(operation: Operation, node: NodeId, over_s: float, evidence: OperationEvidence) -> OperationResult | None:
-    """Return the outcome that the node's reports show; None while they cannot show it yet.
+    """Return the outcome of an operation that the node's reports show; None if they do not show it yet.
 
     After `over_s` the node does nothing more for the operation, so only a later report proves that a move did not
-    happen. That it did happen may be visible earlier.
+    happen. An earlier report can prove that the move did happen.
     """
     if evidence.last_report_s is None:
         return None

@@ -1,6 +1,6 @@
 """Pauses set by an operator: of the balancer, the fabric, or weight syncs. They are journalled and survive restarts.
 
-Plans have their own control in daemon/plan_book.py, which has more states than on and off.
+Plans are controlled separately, in daemon/plan_book.py, because their control has more states than on and off.
 """
 
 import logging
@@ -26,7 +26,7 @@ class PauseScope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OperatorPause:
-    """One pause. If `expires_s` is None, it lasts until it is resumed."""
+    """A pause of one part. If `expires_s` is None, it lasts until an operator resumes the part."""
 
     since_s: float
     reason: str = ""
@@ -37,7 +37,7 @@ _PAUSES = TypeAdapter(dict[PauseScope, OperatorPause])
 
 
 class PauseRegistry:
-    """The operator's pauses. The constructor recovers them from the journal."""
+    """The pauses that operators have set. The constructor recovers them from the journal."""
 
     def __init__(self, journal: Journal, clock: Clock) -> None:
         self._journal = journal
@@ -46,7 +46,7 @@ class PauseRegistry:
 
     @property
     def pauses(self) -> dict[PauseScope, OperatorPause]:
-        """The pauses in force."""
+        """The pauses in force, by part; expired pauses are omitted."""
         now_s = self._clock.now_s()
         return {
             part: pause
@@ -55,7 +55,7 @@ class PauseRegistry:
         }
 
     def hold(self, part: PauseScope) -> Hold | None:
-        """Return why this part must not be changed now; None if it is not paused."""
+        """Return the reason why this part is paused; None if it is not paused."""
         pause = self.pauses.get(part)
         if pause is None:
             return None
@@ -63,8 +63,8 @@ class PauseRegistry:
         return Hold("operator_paused", f"an operator paused the {part}{until}: {pause.reason or 'no reason given'}")
 
     def pause(self, part: PauseScope, reason: str, ttl_s: float = 0.0) -> OperatorPause:
-        """Pause a part for `ttl_s` seconds; with 0, until it is resumed. Raises ProblemFaults for an invalid
-        `ttl_s`."""
+        """Pause a part for `ttl_s` seconds or, if `ttl_s` is 0, until it is resumed. Raises ProblemFaults if `ttl_s` is
+        out of range."""
         if faults := lifetime_faults(ttl_s, until="resumed"):
             raise ProblemFaults(faults)
         now_s = self._clock.now_s()

@@ -1,4 +1,4 @@
-"""Look up implementations by name: built-in ones, and those that other packages register as entry points."""
+"""Look up implementations by name, among the built-in ones and those that other packages register as entry points."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +13,9 @@ from orchestrrl.core.errors import Permanent
 class PlugPoint:
     """One kind of implementation, such as engines. `kind` appears in errors.
 
-    `built_in` maps a name to `module:attribute`, and works even if the package is not installed but only on the path,
-    as in a trainer's environment. `group` is the entry-point group of other packages. A built-in name takes precedence.
+    `built_in` maps a name to `module:attribute`. Such names work even if this package is not installed but only on the
+    path, as in a trainer's environment. `group` is the entry-point group of other packages. Built-in names take
+    precedence.
     """
 
     kind: str
@@ -28,12 +29,13 @@ class PlugPoint:
         return tuple(sorted({*self.built_in, *_registered(self.group)}))
 
     def check(self, name: str) -> None:
-        """Raise Permanent for an unknown name, listing the known ones."""
+        """Raise Permanent if the name is unknown. The error lists the known names."""
         if name not in self:
             raise Permanent(f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}")
 
     def load(self, name: str) -> Any:
-        """Import an implementation. Raises Permanent for an unknown name, and if a dependency is not installed."""
+        """Import an implementation and return it. Raises Permanent if the name is unknown or a dependency is not
+        installed."""
         self.check(name)
         try:
             return EntryPoint(name, self.built_in.get(name) or _registered(self.group)[name], self.group).load()

@@ -1,4 +1,5 @@
-"""The lifetime of an operator's order: `ttl_s` seconds from now, 0 until it is withdrawn. All orders use this rule."""
+"""The lifetime of an operator's order: it ends after `ttl_s` seconds or, if `ttl_s` is 0, when it is withdrawn. All
+operators' orders follow this rule."""
 
 import math
 
@@ -6,7 +7,8 @@ MOST_S = 1e9  # about 30 years: a later time may not be a valid date
 
 
 def lifetime_faults(ttl_s: float, field: str = "ttl_s", until: str = "released") -> list[str]:
-    """Return the faults of `ttl_s`, reported for `field`. `until` describes what ends an order without an expiry."""
+    """Return a list with the fault of an invalid `ttl_s`, reported for `field`; empty if it is valid. `until` is the
+    event that ends an order without an expiry, for example "released"."""
     if 0 <= ttl_s <= MOST_S:
         return []
     most = f" and <= {MOST_S:.0f}" if MOST_S < ttl_s < math.inf else ""
@@ -14,5 +16,5 @@ def lifetime_faults(ttl_s: float, field: str = "ttl_s", until: str = "released")
 
 
 def expiry_s(now_s: float, ttl_s: float) -> float | None:
-    """Return the time of expiry; None if it does not expire."""
+    """Return the time at which an order expires; None if `ttl_s` is 0, so that it does not expire."""
     return now_s + ttl_s if ttl_s else None

@@ -1,1 +1,1 @@
-"""The daemon's configuration: its schema, and sections of it."""
+"""The daemon's configuration: its schema, and sections that are defined in separate modules."""

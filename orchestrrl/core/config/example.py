@@ -1,4 +1,5 @@
-"""An example of the daemon's configuration, every section with its defaults: `check-config --print-example`."""
+"""An example of the daemon's configuration that shows every section with its defaults. `check-config --print-example`
+prints it."""
 
 from importlib.resources import files
 

@@ -23,7 +23,8 @@ Words = Annotated[tuple[str, ...], Field(strict=False)]
 
 
 class ParallelismSection(Section):
-    """A parallel layout. Without `attention_gpus` and `ffn_gpus` it is not AFD."""
+    """A parallel layout of an engine. If `attention_gpus` and `ffn_gpus` are set, attention and FFN are disaggregated
+    (AFD)."""
 
     tp: PositiveInt = 1
     dp: PositiveInt = 1
@@ -43,14 +44,14 @@ class ParallelismSection(Section):
 
 
 class ConfigurationLaunch(Section):
-    """Settings for the engines of one configuration only."""
+    """Settings for starting the engines of one configuration, in addition to the common settings."""
 
     arguments: Words = ()
     environment: dict[str, str] = Field(default_factory=dict)
 
 
 class LaunchSettings(Section):
-    """Settings for starting engines. Paths are those on the engines' machines."""
+    """Settings for starting engines. Paths are paths on the engines' machines."""
 
     engine: Annotated[EngineProduct, Field(strict=False)] = EngineProduct.VLLM
     # of the engines' own environment; default: python3, and the daemon's Python for simulated engines
@@ -79,14 +80,14 @@ class LaunchSettings(Section):
 
 
 class Standby(StrEnum):
-    """The treatment of engines that a redeployment replaces and that can sleep."""
+    """The treatment of engines that a redeployment replaces and that support sleep mode."""
 
     STOP = "stop"
     KEEP = "keep"  # asleep, so that a later redeployment can wake them
 
 
 class DeployerSettings(Section):
-    """The component that starts and stops engines, and the time limits of a redeployment's steps."""
+    """The choice of the component that starts and stops engines, and the time limits of a redeployment's steps."""
 
     product: Name = "local"
     options: dict[str, Any] = Field(default_factory=dict)  # specific to the product

@@ -1,4 +1,4 @@
-"""The daemon's configuration: its sections, their defaults, and the constraints on each value. Values are frozen."""
+"""The daemon's configuration: its sections, their defaults, and the constraints on each value. Instances are frozen."""
 
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -35,8 +35,8 @@ Url = Annotated[str, AfterValidator(check_url)]
 
 
 class LoopbackListener(Section):
-    """The address of a server. There is no authentication yet, so addresses other than loopback must be enabled
-    explicitly."""
+    """The listen address of a server. Because clients are not authenticated yet, addresses other than loopback must be
+    enabled explicitly."""
 
     # allow_remote is declared first because the check of the address reads it.
     allow_remote: bool = False
@@ -68,7 +68,7 @@ class MetricsSettings(LoopbackListener):
 
 
 class FastSettings(SectionWithFormer):
-    """The fast loop, which moves requests."""
+    """Settings of the fast loop, which moves requests between engines."""
 
     former = ("settle_share", "min_gain_share", "crowded_ratio", "keep_groups_together", "preemption_risk")
     interval_s: PositiveFloat = 1.0
@@ -88,7 +88,7 @@ class FastSettings(SectionWithFormer):
 
 
 class SlowSettings(Section):
-    """The slow loop, which selects the fleet's configuration."""
+    """Settings of the slow loop, which selects the fleet's configuration."""
 
     interval_s: PositiveFloat = 30.0
     epsilon_s: NonNegativeFloat = 10.0  # minimum gain of a reconfiguration beyond its cost
@@ -109,7 +109,7 @@ class GpuSettings(Section):
 
 
 class ConfigurationSettings(Section):
-    """One way to run an engine, as in `orchestrrl plan solve`."""
+    """One configuration in which engines can run, as used by `orchestrrl plan solve`."""
 
     id: Name
     gpus: PositiveInt
@@ -136,7 +136,7 @@ class ConfigurationSettings(Section):
 
 
 class EngineSettings(Section):
-    """An engine known in advance; agents and gateways may add more engines."""
+    """An engine that is listed in the configuration. Agents and gateways may add more engines at run time."""
 
     id: Name
     url: Url
@@ -162,8 +162,8 @@ class KvConnector(StrEnum):
 
 
 class KvTransfer(Section):
-    """Enables engines to hand over the KV of running requests to each other. Values not set here must be in the
-    profile's `moves`."""
+    """Enables engines to transfer the KV cache of running requests to each other. Costs that are not set here must be
+    in the profile's `moves`."""
 
     # All engines have it, those of one configuration with a common directory. None: KV transfer is only priced in
     # plans.
@@ -189,11 +189,11 @@ class FleetSettings(Section):
     _profile: "Profile | None" = None  # content of the file when the configuration was read
 
     def profile_value(self) -> "Profile | None":
-        """Return the profile named by `profile`, with its curves."""
+        """Return the profile that `profile` names, with its curves; None if no profile is configured."""
         return self._profile
 
     def configuration_values(self) -> tuple[Configuration, ...]:
-        """Return the configurations in this section, followed by the profile's in their affine form."""
+        """Return the configurations listed in this section, followed by the profile's configurations in affine form."""
         profiled = self._profile.configurations if self._profile is not None else ()
         return (
             *(configuration.value() for configuration in self.configurations),
@@ -201,21 +201,21 @@ class FleetSettings(Section):
         )
 
     def layouts(self) -> dict[ConfigurationId, Parallelism]:
-        """Return the layout over GPUs of each of `configuration_values`."""
+        """Return the layout over GPUs of each configuration in `configuration_values`."""
         profiled = self._profile.configurations if self._profile is not None else ()
         own = {ConfigurationId(configuration.id): configuration.layout() for configuration in self.configurations}
         return own | {engine.id: engine.parallelism for engine in profiled}
 
 
 class PacketSideSettings(Section):
-    """A ToR's interface to the permanent electrical network, and its address there."""
+    """A ToR's interface to the permanent electrical network, and the ToR's address there."""
 
     interface: Name
     address: Name
 
 
 class RouterSettings(Section):
-    """The router of one ToR; `options` are its driver's."""
+    """The router of one ToR; `options` are the options of its driver."""
 
     tor: Name
     driver: Name
@@ -227,7 +227,7 @@ class RouterSettings(Section):
 
 
 class ReroutingSettings(Section):
-    """Settings for changes of routers."""
+    """Settings for changes of the routers' routes."""
 
     link_up_s: NonNegativeFloat = 2.0  # how long to wait for light, once switches are done
     neighbour_s: NonNegativeFloat = 1.0  # then, for the ToR at the far end to answer
@@ -265,14 +265,14 @@ class FabricSettings(Section):
 
 
 class CircuitOwnership(StrEnum):
-    """The circuits of a switch that may be removed."""
+    """The circuits of a switch that the daemon may remove."""
 
     MADE = "made"  # those that this daemon made or an operator took over
     ALL = "all"  # all: the switch has no other users
 
 
 class SwitchSettings(Section):
-    """One optical circuit switch; `options` are its driver's."""
+    """One optical circuit switch; `options` are the options of its driver."""
 
     id: Name
     driver: Name
@@ -311,5 +311,5 @@ class Config(Section):
     _site: "Site | None" = None  # content of its file when the configuration was read
 
     def site_value(self) -> "Site | None":
-        """Return the site named by `fabric.site`."""
+        """Return the site that `fabric.site` names."""
         return self._site

@@ -1,4 +1,4 @@
-"""The section `weights` of the daemon's configuration: how new weights reach the engines."""
+"""The section `weights` of the daemon's configuration: how new weights are transferred to the engines."""
 
 from enum import StrEnum
 from typing import Annotated, Self
@@ -42,8 +42,9 @@ class TorCircuits(Section):
 
 
 class NetworkSettings(Section):
-    """The packet network between peers, for plans and their rate limits, without `fabric`. Peers report their PoD and
-    ToR; those not listed here are only limited by their NICs."""
+    """The packet network between peers, used for plans and their rate limits if `fabric` is not configured. Peers
+    report their PoD and ToR. PoDs and ToRs that are not listed here have no limit; peers in them are limited only by
+    their NICs."""
 
     link_gbps: PositiveFloat = 100.0
     nic_gbps: PositiveFloat = 100.0  # of a peer that does not report it

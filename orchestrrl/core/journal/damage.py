@@ -1,9 +1,9 @@
-"""Detect damage of a journal, and replace a damaged one by its readable entries.
+"""Detect damage of a journal, and replace a damaged journal by one with its readable entries.
 
 Every entry has a checksum. Next to the journal, `<journal>.tail` contains the number of the last acknowledged entry and
 the sum of the checksums of all entries ever written. The tail is written after each entry, so a process that is killed
-in between leaves one entry more than the tail has, never one less. A journal with fewer entries than its tail has
-therefore lost some, even if the file itself is consistent.
+in between leaves a journal with one entry more than its tail records, never one less. A journal with fewer entries than
+its tail has therefore lost some, even if the file itself is consistent.
 """
 
 import hashlib
@@ -37,15 +37,15 @@ Row = tuple[Any, ...]
 
 
 def checksum(sequence: int, at_s: float, generation: int, kind: bytes, subject: bytes, body: bytes) -> int:
-    """Return the checksum of an entry as SQLite stores integers: signed, 64 bits."""
+    """Return the checksum of an entry as a signed 64-bit integer, the type that SQLite stores."""
     head = _ENTRY.pack(sequence, at_s, generation, len(kind), len(subject), len(body))
     digest = hashlib.blake2b(b"".join((head, kind, subject, body)), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
 
 
 def is_intact(row: Row) -> bool:
-    """Return whether a row of entries, `COLUMNS` and the checksum, is unchanged since it was written. Texts must be
-    read as bytearray, so that a text that was turned into a blob is detected."""
+    """Return whether an entry is unchanged since it was written. `row` has the columns `COLUMNS` and the checksum. Its
+    texts must be bytearrays, so that a text that damage has turned into a blob is detected."""
     if any(type(text) is not bytearray for text in row[3:6]):
         return False
     try:
@@ -75,7 +75,8 @@ class TailFile:
     """The open tail file of one writer."""
 
     def __init__(self, journal: Path, tail: JournalTail) -> None:
-        """Write `tail` so that it survives a power failure. Raises OSError."""
+        """Open the tail file and write `tail`, which survives a power failure after this call. Raises OSError if the
+        file cannot be written."""
         self.path = tail_path(journal)
         if not self.path.exists():  # the file never exists without its record
             half = beside(journal, ".tail.half")
@@ -91,8 +92,9 @@ class TailFile:
             raise
 
     def write(self, tail: JournalTail, *, durable: bool = False) -> None:
-        """Replace the record. A process that is killed in the meantime leaves the previous record or this one. A
-        `durable` record survives a power failure. Raises OSError."""
+        """Replace the record by `tail`. A process that is killed in the meantime leaves the previous or the new record.
+        If `durable`, the record survives a power failure after this call. Raises OSError if the file cannot be
+        written."""
         os.pwrite(self._descriptor, tail.encoded(), 0)
         if durable:
             os.fsync(self._descriptor)
@@ -118,7 +120,7 @@ def sync_folder(journal: Path) -> None:
 
 
 def read_tail(journal: Path) -> JournalTail | None:
-    """Read the tail file; None if there is none. Raises ValueError if it is damaged."""
+    """Read a journal's tail file; None if the file does not exist. Raises ValueError if the file is damaged."""
     try:
         data = tail_path(journal).read_bytes()
     except FileNotFoundError:
@@ -136,7 +138,7 @@ def read_tail(journal: Path) -> JournalTail | None:
 
 @dataclass(slots=True)
 class JournalExamination:
-    """The content of a journal's files. `faults` is empty if nothing is lost."""
+    """The result of examining a journal's files. `faults` is empty if no entry is lost or damaged."""
 
     faults: list[str] = field(default_factory=list)
     version: int = 0  # of the format; 0: there is no journal yet
@@ -148,8 +150,8 @@ class JournalExamination:
 
 
 def examine(path: Path) -> JournalExamination:
-    """Compare a journal with its checksums and its tail, without changes. Raises Permanent if the file is not a
-    journal, or has a later format."""
+    """Compare a journal with its checksums and its tail file, without changing either. Raises Permanent if the file is
+    not a journal, or has a format that this version does not support."""
     found = JournalExamination()
     tail: JournalTail | None = None
     try:
@@ -185,7 +187,8 @@ def examine(path: Path) -> JournalExamination:
 
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
-    """Return whether the file's content is wrong, as opposed to a file that cannot be opened or read now."""
+    """Return whether the error shows that the file's content is damaged. Returns False if the file cannot be opened or
+    read at present."""
     code = getattr(error, "sqlite_errorcode", None)
     return code is None or code & 0xFF in _WRONG_CONTENT
 
@@ -209,8 +212,8 @@ def _examine_absence(path: Path, tail: JournalTail | None, found: JournalExamina
 
 
 def identify(path: Path, db: sqlite3.Connection, tail: JournalTail | None = None, is_ours: bool = False) -> int:
-    """Return the version of the format. Raises Permanent for a file that is not damaged but unsuitable, ValueError for
-    damage."""
+    """Return the version of the journal's format. Raises Permanent if the file is undamaged but not a journal or of an
+    unsupported format, and ValueError if its header is damaged."""
     (identity,) = db.execute("PRAGMA application_id").fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if identity != APPLICATION_ID:
@@ -258,7 +261,8 @@ def _examine_database(
 def _compare(
     db: sqlite3.Connection, tail: JournalTail | None, found: JournalExamination, total: int, last: int
 ) -> None:
-    """Compare the entries with the tail, and with the last number that SQLite assigned."""
+    """Compare the entries with the tail file and with the last entry number that SQLite assigned, and add a fault for
+    each difference."""
     numbered = db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'entries'").fetchone()
     if (numbered[0] if numbered else 0) != last:
         found.fault(f"the last entry is {last}, but {numbered[0] if numbered else 0} were written")
@@ -273,7 +277,7 @@ def _compare(
 
 
 def meta_of(db: sqlite3.Connection) -> dict[str, int]:
-    """Return the journal's own numbers, by name. Raises ValueError if one is not a number."""
+    """Return the numbers in the journal's table `meta`, by name. Raises ValueError if a value is not a number."""
     rows = db.execute("SELECT key, value FROM meta").fetchall()
     if any(type(key) is not bytearray or type(value) is not int for key, value in rows):
         raise ValueError("the table of contents is damaged")
@@ -281,7 +285,7 @@ def meta_of(db: sqlite3.Connection) -> dict[str, int]:
 
 
 def number_sum(meta: Mapping[str, int]) -> int:
-    """Return the checksum of the generation."""
+    """Return the checksum of the generation in the table `meta`."""
     return checksum(0, 0.0, meta.get("generation", 0), b"generation", b"", b"")
 
 
@@ -293,14 +297,15 @@ def schema_sum(db: sqlite3.Connection) -> int:
 
 
 def rows_of(db: sqlite3.Connection, guarded: bool, order: str = "ASC") -> Iterator[Row]:
-    """Yield all entries, each with its checksum; for a journal without checksums, with the computed one."""
+    """Yield all entries in order of their numbers, each with its checksum. For a journal without checksums, the
+    checksum is computed."""
     column = ", checksum" if guarded else ""
     for row in db.execute(f"SELECT {COLUMNS}{column} FROM entries NOT INDEXED ORDER BY sequence {order}"):
         yield row if guarded else (*row, _checksum_of(row))
 
 
 def _checksum_of(row: Row) -> int | None:
-    """Return the checksum of a row; None if no version can have written the row."""
+    """Return the checksum of a row; None if the row has a value that no version of the daemon writes."""
     try:
         for text in row[3:6]:
             bytes(text).decode()
@@ -313,10 +318,10 @@ def _checksum_of(row: Row) -> int | None:
 
 
 def replace_damaged(path: Path, found: JournalExamination, schema: str, kind: str, at_s: float) -> None:
-    """Replace a damaged journal by one with all readable entries, and keep the damaged one next to it. The entry that
-    records the damage has the given `kind`. The files are exchanged at the end: a process that is killed before leaves
-    the old files, and one that is killed during the exchange leaves the rest to `finish`. Raises OSError and
-    sqlite3.Error."""
+    """Replace a damaged journal by a new one with all readable entries, and keep the damaged files next to it. The new
+    journal's last entry records the damage and has the given `kind`. The files are exchanged at the end: a process that
+    is killed before the exchange leaves the old files, and after one that is killed during the exchange, `finish`
+    completes it. Raises OSError or sqlite3.Error if a file cannot be written."""
     with suppress(ValueError):
         told, read = read_tail(path) or JournalTail(), found.tail
         found.tail = JournalTail(max(told.generation, read.generation), max(told.sequence, read.sequence))
@@ -365,7 +370,8 @@ def replace_damaged(path: Path, found: JournalExamination, schema: str, kind: st
 
 
 def finish(path: Path) -> None:
-    """Complete the exchange of files of a prepared replacement, if there is one. Idempotent."""
+    """Complete the exchange of files that `replace_damaged` has prepared, if it is incomplete; otherwise only delete an
+    unfinished draft. Idempotent."""
     draft, tail = beside(path, ".new"), beside(path, ".tail.new")
     if not tail.exists():
         _remove_draft(draft)
@@ -383,15 +389,16 @@ def finish(path: Path) -> None:
 
 
 def roll_back(path: Path) -> None:
-    """Undo the half-finished write of a killed start: SQLite does so for a connection that may write. Raises
-    OSError."""
+    """Undo the incomplete write of a process that was killed while it created the journal. SQLite does so when a
+    connection that may write opens the file. Raises OSError if the files cannot be accessed."""
     if path.exists() and beside(path, "-journal").exists():
         with suppress(sqlite3.DatabaseError), closing(sqlite3.connect(path)) as db:
             db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
 
 
 def write_meta(db: sqlite3.Connection, numbers: Mapping[str, int]) -> None:
-    """Write the journal's own numbers, with their checksums. The connection must read texts as bytearray."""
+    """Write numbers to the journal's table `meta`, with the checksums of the generation and the schema. The connection
+    must read texts as bytearray."""
     sums = {"generation_sum": number_sum(numbers), "schema": schema_sum(db)}
     db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", {**numbers, **sums}.items())
 
@@ -402,7 +409,8 @@ def _remove_draft(draft: Path) -> None:
 
 
 def _readable(path: Path, guarded: bool) -> Iterator[Row]:
-    """Yield all readable entries, from both ends up to the damage. Entries may be repeated."""
+    """Yield all readable entries: those before the damage in ascending order, then those after it in descending order.
+    Entries may be repeated."""
     if not path.exists() or not path.stat().st_size:  # SQLite would delete the log of an empty file
         return
     for order in ("ASC", "DESC"):

@@ -1,13 +1,13 @@
-"""The kinds of journal entries. Separate from the journal, so that a command that only uses their names need not load
-SQLite."""
+"""The kinds of journal entries. This module does not import the journal, so that a command that only uses the kinds
+need not load SQLite."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class EntryKind(StrEnum):
-    """The kind of a journal entry. An operation has an intent, written before anything is sent, and a result once it is
-    known."""
+    """The kind of a journal entry. The intent of an operation is written before any command is sent, and its result
+    once the result is known."""
 
     DAEMON_STARTED = "daemon.started"
     DAEMON_STOPPED = "daemon.stopped"
@@ -60,8 +60,8 @@ class EntryKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OperationEntries:
-    """The entries of one kind of operation, written only by core/operation_journal.py. An operation is open from its
-    intent until its result."""
+    """The kinds of the entries of one type of operation: intent, result and steps. Only core/operation_journal.py
+    writes such entries. An operation is open from its intent until its result."""
 
     intent: EntryKind
     result: EntryKind

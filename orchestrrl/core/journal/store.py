@@ -1,13 +1,13 @@
 """The append-only record of inputs, decisions and outcomes, in SQLite; recovery and replay read it.
 
 One process writes, which a lock file next to the journal enforces; any number of processes read. An entry is on disk
-once `append` returns and survives a killed process; a power failure may take the last few entries, but never a
-generation.
+once `append` returns and survives a killed process; a power failure may take the last few entries, but never the start
+of a generation.
 
 At the next start, missing or damaged data is reported (damage.py): the damaged files are kept, their readable entries
-continue in a new file, and `damage` describes it until an operator confirms it. In that case, earlier state of the
+continue in a new file, and `damage` describes it until an operator confirms it. After damage, earlier state of the
 fleet (open operations, the pause barrier, weights, engines) is not recovered, because lost entries may have changed it.
-An operator's orders are recovered as far as they are readable.
+Operators' settings are recovered as far as they are readable.
 
 The oldest entries beyond `max_entries` are dropped, except those needed for recovery: open operations, redeployments
 and weight syncs, and the latest entry of each of these: plan control, calibration, end of a deployment, mode, routes,
@@ -65,7 +65,7 @@ PRUNE_EVERY = 1000
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """One entry of the journal. `subject` is the id of its operation, plan or engine."""
+    """One entry of the journal. `subject` is the id of the operation, plan, engine or other object that it concerns."""
 
     sequence: int
     at_s: float
@@ -136,7 +136,7 @@ _RECOVERED_FROM_LATEST = (
 
 
 class JournalReader:
-    """Reads a journal, also while another process writes it."""
+    """Reads a journal, which another process may be writing at the same time."""
 
     def __init__(self, path: Path) -> None:
         path = Path(os.path.realpath(path))
@@ -151,20 +151,21 @@ class JournalReader:
                 raise Permanent(f"{path}: has journal format 1; start a daemon on it to convert it to {SCHEMA_VERSION}")
 
     def tail(self, count: int, kinds: Sequence[str] = ()) -> list[JournalEntry]:
-        """Return the newest `count` entries, oldest first."""
+        """Return the newest `count` entries of these kinds (by default, of all kinds), oldest first."""
         where, values = _of_kinds(kinds)
         query = f"SELECT {_READ} FROM entries WHERE {where} ORDER BY sequence DESC LIMIT ?"
         return self._read(query, *values, count)[::-1]
 
     def since(self, sequence: int, kinds: Sequence[str] = (), limit: int = 1000) -> list[JournalEntry]:
-        """Return entries after `sequence`, oldest first, at most `limit`."""
+        """Return at most `limit` entries of these kinds (by default, of all kinds) with numbers after `sequence`,
+        oldest first."""
         where, values = _of_kinds(kinds)
         query = f"SELECT {_READ} FROM entries WHERE {where} AND sequence > ? ORDER BY sequence LIMIT ?"
         return self._read(query, *values, sequence, limit)
 
     @property
     def last_sequence(self) -> int:
-        """The number of the newest entry; 0 if there is none."""
+        """The number of the newest entry; 0 if the journal is empty."""
         newest = self.tail(1)
         return newest[0].sequence if newest else 0
 
@@ -179,12 +180,13 @@ class JournalReader:
         return {entry.subject: entry for entry in self._read(query, kind)}
 
     def open_operations(self, entries: OperationEntries = NODE_OPERATIONS) -> list[JournalEntry]:
-        """Return the intents of this kind without a result, oldest first, which a restarted daemon must settle."""
+        """Return the intents of this type of operation that have no result, oldest first. A restarted daemon must
+        complete these operations."""
         return self._read(f"SELECT {_READ} FROM entries WHERE {_open(entries)} ORDER BY sequence")
 
     def interpret(self, entry: JournalEntry, parse: Callable[[Mapping[str, Any]], _Value]) -> _Value | None:
-        """Return the result of `parse` on the entry's body; None if this version cannot read it. Such an entry is
-        logged and recorded in `set_aside`."""
+        """Return `parse(entry.body)`; None if this version cannot read the body. An entry that cannot be read is logged
+        and recorded in `set_aside`."""
         try:
             if faults := body_faults(entry.body):
                 raise ValueError(faults[0])
@@ -200,7 +202,8 @@ class JournalReader:
             return None
 
     def newest(self, kind: EntryKind, parse: Callable[[Mapping[str, Any]], _Value]) -> _Value | None:
-        """Return the interpretation of the newest readable entry of this kind; None if there is none."""
+        """Return `parse` applied to the body of the newest readable entry of this kind; None if none of the newest
+        `TRIED` entries is readable."""
         newest = self.latest(kind)
         if newest is None or (value := self.interpret(newest, parse)) is not None:
             return None if newest is None else value
@@ -218,7 +221,7 @@ class JournalReader:
         return [entry for row in rows if (entry := self._entry(row)) is not None]
 
     def _entry(self, row: Row) -> JournalEntry | None:
-        """Return the entry; None if it is damaged and the reader continues without it."""
+        """Convert a row to an entry. If the row is damaged, call `_damaged`, and return None if that does not raise."""
         if not is_intact(row):
             self._damaged(f"entry {row[0]} is damaged")
             return None
@@ -236,8 +239,8 @@ class JournalReader:
 class Journal(JournalReader):
     """The writer of a journal. Opening it starts a new generation, greater than all previous ones.
 
-    The generation is at least the time in seconds: nodes refuse orders of an older generation than the newest they
-    received, so a daemon whose journal was lost must not start at 1 again.
+    The generation is at least the current time in seconds. Nodes refuse orders of a generation older than the newest
+    that they received, so a daemon whose journal was lost must not start at generation 1 again.
     """
 
     def __init__(self, path: Path, at_s: float, max_entries: int = 1_000_000) -> None:
@@ -262,7 +265,8 @@ class Journal(JournalReader):
         self._until_prune = PRUNE_EVERY
 
     def _examined(self, at_s: float) -> JournalExamination:
-        """Examine the journal, and replace it if it is damaged. Return the final examination."""
+        """Examine the journal, replace it if it is damaged, and return the result of the last examination. Raises
+        Permanent if the journal cannot be read or replaced."""
         try:
             finish(self.path)
             roll_back(self.path)
@@ -283,8 +287,8 @@ class Journal(JournalReader):
             raise Permanent(f"{error.filename or self.path}: cannot be read: {error.strerror or error}") from error
 
     def _begin(self, first_generation: int, found: JournalExamination) -> None:
-        """Start a generation. The tail is written before the first entry is possible, and again after the generation is
-        on disk."""
+        """Start a new generation. The tail file is written before the first entry can be written, and again after the
+        generation is on disk."""
         with _naming_tail(self.path):
             if found.version != SCHEMA_VERSION:
                 TailFile(self.path, found.tail).close()
@@ -312,7 +316,7 @@ class Journal(JournalReader):
         return JournalTail(self.generation, self._sequence, self._total)
 
     def _find_damage(self) -> None:
-        """Collect the damage found by this start and earlier ones that no operator has confirmed."""
+        """Collect the damage that this start or an earlier start found and that no operator has confirmed."""
         marks, confirmed = self.tail(TRIED, (EntryKind.JOURNAL_DAMAGED,)), super().latest(EntryKind.JOURNAL_CONFIRMED)
         if not marks:
             return
@@ -326,7 +330,7 @@ class Journal(JournalReader):
         logger.error("%s: the fleet is not changed until the damage is confirmed by `orchestrrl mode act`", self.path)
 
     def confirm_damage(self, at_s: float, reason: str) -> None:
-        """Record that an operator has confirmed the damage. Raises Permanent as `append` does."""
+        """Record that an operator has confirmed the damage. Raises Permanent if the entry cannot be written."""
         if self.damage:
             self.append(at_s, EntryKind.JOURNAL_CONFIRMED, "", {"damage": list(self.damage), "reason": reason})
             self._confirmed.update(self.damage)
@@ -350,7 +354,7 @@ class Journal(JournalReader):
 
     def append(self, at_s: float, kind: EntryKind, subject: str, body: Mapping[str, Any]) -> int:
         """Write one entry and return its sequence number. Raises Permanent if the file cannot be written, or if the
-        entry could not be read back."""
+        entry has a value that could not be read back unchanged."""
         try:
             if not isinstance(body, dict) or not can_be_written(body) or not EARLIEST_S <= at_s <= LATEST_S:
                 raise ValueError
@@ -381,7 +385,7 @@ class Journal(JournalReader):
 
     @contextmanager
     def _synchronous(self, durable: bool) -> Iterator[None]:
-        """Make a durable entry survive a power failure once it is written."""
+        """Run the block, which writes an entry. If `durable`, the entry survives a power failure after the block."""
         if not durable:
             yield
             return
@@ -392,7 +396,7 @@ class Journal(JournalReader):
             self._db.execute("PRAGMA synchronous = NORMAL")
 
     async def follow(self, sequence: int, kinds: Sequence[str] = ()) -> AsyncIterator[JournalEntry]:
-        """Yield the entries after `sequence`, then each new one when it is written; never ends."""
+        """Yield the entries after number `sequence`, then each new entry when it is written. Never ends."""
         news = asyncio.Event()
         self._followers.add(news)
         try:
@@ -454,7 +458,8 @@ def _of_kinds(kinds: Sequence[str]) -> tuple[str, tuple[str, ...]]:
 
 
 def _locked(path: Path) -> int:
-    """Return a descriptor that holds the writer's lock while it is open; the system releases it with the process."""
+    """Lock the journal for writing, and return a file descriptor that holds the lock while it is open. The system
+    releases the lock when the process ends. Raises Permanent if another process holds the lock."""
     lock = path.with_name(path.name + ".lock")
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
@@ -469,7 +474,7 @@ def _locked(path: Path) -> int:
 
 
 def _why_not(at_s: float, subject: str, body: Mapping[str, Any], error: Exception) -> str:
-    """Return every fault of an entry that cannot be written."""
+    """Return a text with every reason why an entry cannot be written."""
     faults = body_faults({"body": body, "subject": subject})
     if not isinstance(body, dict):
         faults.append(f"body: must be an object, got {shorten(body)}")
@@ -480,7 +485,7 @@ def _why_not(at_s: float, subject: str, body: Mapping[str, Any], error: Exceptio
 
 @contextmanager
 def _naming(path: Path, on_damage: Callable[[str], None] = lambda why: None) -> Iterator[None]:
-    """Translate SQLite's errors into Permanent, with the file's name and what to do."""
+    """Convert SQLite's errors in the block to Permanent, with the file's name and, for damage, what to do."""
     try:
         yield
     except sqlite3.OperationalError as error:

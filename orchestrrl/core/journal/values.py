@@ -1,4 +1,4 @@
-"""Check that the journal can return a value unchanged, and that every view can show it."""
+"""Check that a value can be written to the journal, read back unchanged and shown by every client."""
 
 from collections.abc import Iterator
 from math import isfinite
@@ -16,8 +16,8 @@ _PLAIN = frozenset({str, float, bool, type(None)})
 
 
 def can_be_written(value: Any, depth: int = DEEPEST) -> bool:
-    """Return whether keys are texts, integers are in range and nesting is limited. `value` is an object or an array.
-    The JSON encoder detects all other faults."""
+    """Return whether an object or array has only texts as keys, integers in range and limited nesting. The JSON encoder
+    detects all other faults."""
     if not depth:
         return False
     if isinstance(value, dict):
@@ -38,8 +38,8 @@ def can_be_written(value: Any, depth: int = DEEPEST) -> bool:
 
 
 def body_faults(body: object) -> list[str]:
-    """Return the faults of a body that could not be returned unchanged or shown, each `path: must be ..., got
-    VALUE`."""
+    """Return the faults of a body that prevent it from being read back unchanged or shown, each as `path: must be ...,
+    got VALUE`."""
     faults = list(_faults("", body, DEEPEST + 1))
     return [few(faults, FAULTS_NAMED)] if len(faults) > FAULTS_NAMED else faults
 

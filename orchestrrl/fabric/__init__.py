@@ -1,1 +1,1 @@
-"""The circuits of a site: periods, windows, commits, verification, rerouting."""
+"""The circuits of a site: communication periods, windows, commits, verification and rerouting."""

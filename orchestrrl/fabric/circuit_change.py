@@ -1,11 +1,13 @@
-"""One change of circuits on one switch as an operation: its commands, its readings and its outcome.
+"""Carry out one change of circuits on one switch as an operation: send its commands, read the switch and determine the
+outcome.
 
 A change is atomic as far as the device allows. Cross-connects that did not take effect are retried once; if they fail
-again, the switch is rolled back. A change whose outcome could not be read stays open. Once its switch can be read, a
-partly applied change is finished while its order is valid and undone afterwards; a change that never began stays
-undone. A change on trial that was not confirmed is undone.
+again, the change is rolled back. A change whose outcome could not be read stays open. Once its switch can be read, a
+partly applied change is completed if its order is still valid, and undone if the order has expired. A change of which
+no part was applied is not begun again. A change on trial that was not confirmed is undone.
 
-core/operation.py runs the steps. circuit_executor.py orders the changes of one switch."""
+core/operation.py runs the steps. circuit_executor.py orders the changes of one switch.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -52,7 +54,7 @@ class CircuitOperation:
 
 @dataclass(frozen=True, slots=True)
 class CircuitOutcome:
-    """The result of a change. `items` has one result per cross-connect, as read back from the switch."""
+    """The result of a change. `items` has one result per cross-connect, as read from the switch afterwards."""
 
     operation: str
     switch: str
@@ -82,7 +84,8 @@ NOT_CONFIRMED = "not confirmed in time"
 
 @dataclass(eq=False)
 class CircuitRun(Description[CircuitStep]):
-    """One change under way. Each use looks up the driver of its switch, since the driver may have been replaced."""
+    """One change that is being carried out. The switch's driver is looked up for each use, because it may have been
+    replaced."""
 
     operation: CircuitOperation
     switches: Mapping[str, OcsDriver]
@@ -119,14 +122,15 @@ class CircuitRun(Description[CircuitStep]):
         self.carry_out = self._run.carry_out
 
     async def resume(self) -> None:
-        """Complete a change that is open or on trial. Raises DriverError if it stays open."""
+        """Complete a change that is open or on trial. Raises DriverError if the switch cannot be read or changed; the
+        change then stays open."""
         self._may_be_begun, self._attempts, self._sent, self.refusal = True, 0, "", None
         if self._undone is None:
             self._result = None
         await self._run.resume((), NOT_CONFIRMED if self._is_on_trial else "its outcome was not known")
 
     def disarm(self) -> None:
-        """Release the prepared commit; harmless if it has begun."""
+        """Release the prepared commit. Has no effect if the commit has begun."""
         if self.armed is not None:
             self.armed.disarm()
             self.armed = None
@@ -157,8 +161,8 @@ class CircuitRun(Description[CircuitStep]):
         return replace(outcome, detail=f"{self._why}; rolled back, {self._compared}", items=items, rolled_back=True)
 
     def gone(self) -> tuple[CrossConnect, ...]:
-        """Return the change's cross-connects that are certainly down once it is over. The daemon owns the others if
-        they are up."""
+        """Return the change's cross-connects that are certainly down after its end. The change's other cross-connects
+        are owned by the daemon if they are up."""
         diff = self.operation.diff
         return {OperationState.DONE: diff.remove, OperationState.ROLLED_BACK: diff.add}.get(self._run.state, ())
 
@@ -182,8 +186,8 @@ class CircuitRun(Description[CircuitStep]):
         return ""
 
     async def undo(self, step: CircuitStep) -> str:
-        """Roll back. Raises DriverOutcomeUnknown if the rollback has to be tried again; otherwise the next reading
-        decides."""
+        """Roll back. Raises DriverOutcomeUnknown if the rollback must be tried again. Otherwise the next reading shows
+        whether it succeeded."""
         try:
             self._undone = ""
             self._undone = _why(await self._driver.rollback(self.operation.diff))
@@ -242,7 +246,7 @@ class CircuitRun(Description[CircuitStep]):
 
     @property
     def _is_begun(self) -> bool:
-        """Return whether the switch shows any of the change."""
+        """Return whether the last reading of the switch shows that a part of the change has been applied."""
         diff, present = self.operation.diff, self._now.cross_connects
         return not present >= frozenset(diff.remove) or bool(present & frozenset(diff.add))
 
@@ -258,12 +262,13 @@ class CircuitRun(Description[CircuitStep]):
         return DriverOutcomeUnknown(message, device=self.operation.switch)
 
     def _go_back(self, why: str) -> frozenset[int] | None:
-        """Store the reason and return the decision to roll back."""
+        """Store the reason for a rollback, and return None, the decision to roll back."""
         self._why, self._undoes = why, True
         return None
 
     def _by_reading(self, failure: str) -> frozenset[int] | None:
-        """Return the steps that the last reading shows as done, or None if the change must not continue."""
+        """Return the numbers of the steps that the last reading shows as done, or None if the change must not
+        continue."""
         diff, now = self.operation.diff, self._now
         assert self._facts is not None
         self._undoes = False
@@ -321,9 +326,9 @@ class CircuitRun(Description[CircuitStep]):
         self._now = await self.owners.read(self.operation.switch)
 
     async def _has_waited(self) -> bool:
-        """Wait for cross-connects that may still appear, and return whether that took time. A device that does not
-        report tuning may list only cross-connects that are in place. Raises DriverRetryable if the wait would exceed
-        RETRY_S."""
+        """Wait until no more cross-connects of the change can appear, and return whether this required a wait. A device
+        that does not report tuning may list only cross-connects that are in place. Raises DriverRetryable if the wait
+        would exceed RETRY_S."""
         assert self._facts is not None
         if (await self._driver.capabilities()).tuned_state:
             return False
@@ -338,7 +343,7 @@ class CircuitRun(Description[CircuitStep]):
 
 
 def _both(first: CommitResult, second: CommitResult, later_s: float) -> CommitResult:
-    """Return the combined result of two attempts, the second of which began `later_s` after the first."""
+    """Return the combined result of two attempts. The second attempt began `later_s` seconds after the first."""
     items = tuple(
         before if before.done and after.done else _later(before, after, later_s)
         for before, after in zip(first.items, second.items, strict=True)
@@ -348,7 +353,8 @@ def _both(first: CommitResult, second: CommitResult, later_s: float) -> CommitRe
 
 
 def _not_undone(diff: CircuitDiff, now: CrossConnectReading) -> str:
-    """Return how the circuits of a change differ from their state before it, or "" if they do not."""
+    """Return a text that describes how the circuits of a change differ from their state before the change; "" if they
+    do not differ."""
     seen = compare(replace(diff, remove=diff.add, add=diff.remove), now)
     differences = [f"{pair} is up" for pair in seen.lingering] + [f"{pair} is not up" for pair in seen.missing]
     states = {circuit.cross_connect: circuit.state for circuit in now.circuits}
@@ -368,8 +374,8 @@ def compared_with_before(diff: CircuitDiff, now: CrossConnectReading) -> str:
 
 
 def _later(before: CrossConnectResult, after: CrossConnectResult, later_s: float) -> CrossConnectResult:
-    """Return the second attempt's result, its times counted from the first attempt's start. Missing times come from the
-    first."""
+    """Return the second attempt's result, with times in seconds since the first attempt's start. Times that the second
+    attempt lacks are taken from the first attempt."""
     times = {
         name: getattr(before, name) if (at_s := getattr(after, name)) is None else at_s + later_s
         for name in ("commanded_s", "tuned_s", "link_up_s")
@@ -378,7 +384,7 @@ def _later(before: CrossConnectResult, after: CrossConnectResult, later_s: float
 
 
 def _why(result: CommitResult) -> str:
-    """Return the cross-connects that did not take effect, with the switch's reasons."""
+    """Return a text that lists the cross-connects that did not take effect, with the switch's reasons."""
     return "; ".join(
         f"{item.action} {item.cross_connect}: {item.detail or 'did not take effect'}"
         for item in result.items

@@ -1,10 +1,13 @@
-"""Run circuit changes: one at a time on each switch, journalled before and after, completed after a restart.
+"""Run circuit changes one at a time on each switch. A change is journalled before and after it is carried out, and
+completed after a restart of the daemon.
 
-A change whose outcome could not be read stays open, here and in the journal. Before the next command to its switch, and
-after a restart of the daemon, the switch is read and the change is finished or undone. A change on trial stays open
-until it is confirmed. Its driver reverts it in time; a restarted daemon undoes one that it finds unconfirmed.
+A change whose outcome could not be read stays open, in this module and in the journal. Before the next command to its
+switch, and after a restart of the daemon, the switch is read and the change is finished or undone. A change on trial
+stays open until it is confirmed. If it is not confirmed, its driver reverts it when the trial ends, or a restarted
+daemon undoes it.
 
-circuit_change.py carries out a single change. circuit_owners.py stores which circuits the daemon owns."""
+circuit_change.py carries out a single change. circuit_owners.py records which circuits the daemon owns.
+"""
 
 import asyncio
 import itertools
@@ -82,8 +85,9 @@ class CircuitExecutor:
         unknown.
 
         With `expect_revision` the switch must still have that revision, for example the one of a dry run that listed
-        evictions. With `revert_in_s` the change is undone that long after it was carried out, unless `confirm` keeps
-        it."""
+        evictions. With `revert_in_s` the change is undone that many seconds after it was carried out, unless `confirm`
+        is called before.
+        """
         async with self._turns[switch]:
             run = await self._planned(switch, change, mode, VALID_S, expect_revision, revert_in_s)
             if run.operation.diff.empty:
@@ -92,7 +96,8 @@ class CircuitExecutor:
             return await self._carry_out(run)
 
     async def _as_it_is(self, switch: str, change: CircuitChange) -> CircuitOutcome:
-        """Return the outcome of a change that needs no command. It is done only if its circuits are tuned."""
+        """Return the outcome of a change that needs no command. The outcome is done only if all of its circuits are
+        tuned."""
         driver = self._switches[switch]
         facts, reading = await driver.facts(), await driver.cross_connects()
         states = {circuit.cross_connect: circuit.state for circuit in reading.circuits}
@@ -104,8 +109,9 @@ class CircuitExecutor:
         return CircuitOutcome("", switch, done=False, detail=detail, revision=reading.revision)
 
     async def confirm(self, switch: str) -> CircuitOutcome:
-        """Keep the change that is on trial on the switch; harmless if it was confirmed before. Raises CircuitConflict
-        if none is on trial, or it was undone; DriverError."""
+        """Confirm the change that is on trial on the switch, so that it is kept. Confirming it twice is harmless.
+        Raises CircuitConflict if no change is on trial or the change was undone, and DriverError if the driver cannot
+        confirm it."""
         async with self._turns[switch]:
             if switch not in self._trials:
                 last = self._last_trial.get(switch)
@@ -124,8 +130,8 @@ class CircuitExecutor:
             return self._close_trial(switch, replace(outcome, detail="confirmed", revert_at_s=None))
 
     async def take_over(self, switch: str, pairs: Sequence[CrossConnect]) -> CrossConnectReading:
-        """Make the daemon the owner of these circuits, also after a restart. Raises CircuitConflict if one is not on
-        the switch."""
+        """Make the daemon the owner of these circuits; the ownership survives a restart. Raises CircuitConflict if one
+        of the circuits is not on the switch."""
         async with self._turns[switch]:
             reading = await self._switches[switch].take_over(pairs)
             facts = await self._switches[switch].facts()
@@ -133,7 +139,8 @@ class CircuitExecutor:
             return reading
 
     async def plan(self, switch: str, change: CircuitChange, mode: ChangeMode) -> CircuitDiff:
-        """Return what a change would do, given the recorded owners of the circuits. Sends nothing."""
+        """Return the diff that a change would apply, given the recorded owners of the circuits. Changes nothing on the
+        switch. Raises DriverError if the change is not possible."""
         await self.owners.before_planning(switch)
         driver = self._switches[switch]
         try:
@@ -143,8 +150,9 @@ class CircuitExecutor:
             return await driver.plan(change, mode)
 
     async def prepare(self, switch: str, change: CircuitChange, valid_s: float) -> CircuitOperation:
-        """Plan and journal a change that is passed to `commit` or `abandon` within `valid_s`; only sending it remains.
-        Evicts nothing. Raises DriverError as `change` does."""
+        """Plan and journal a change, so that `commit` only needs to send it. The caller must pass it to `commit` or
+        `abandon` within `valid_s` seconds. The change evicts no circuits. Raises DriverError if the change is not
+        possible."""
         async with self._turns[switch]:
             run = await self._planned(switch, change, ChangeMode.SAFE, valid_s, None)
             if run.operation.diff.empty:
@@ -160,8 +168,8 @@ class CircuitExecutor:
             return run.operation
 
     async def commit(self, operation: CircuitOperation, begin_by_s: float = inf) -> CircuitOutcome:
-        """Carry out a prepared change, once. Raises as `change` does, and CircuitConflict if the switch has changed
-        since or other changes kept it busy until after `begin_by_s`."""
+        """Carry out a prepared change, at most once. Raises errors as `change` does, and CircuitConflict if the switch
+        has changed since `prepare` or other changes kept it busy until after the time `begin_by_s`."""
         if operation.diff.empty:
             return CircuitOutcome(
                 "", operation.switch, done=True, detail="already in effect", revision=operation.diff.revision
@@ -189,7 +197,7 @@ class CircuitExecutor:
         return await self._carry_out(run)
 
     def abandon(self, operation: CircuitOperation, why: str) -> None:
-        """Drop a prepared change; harmless if it was begun or abandoned before."""
+        """Discard a prepared change. Has no effect if it was begun or abandoned before."""
         run = self._prepared.pop(operation.id, None)
         if run is None:
             return
@@ -227,7 +235,8 @@ class CircuitExecutor:
         return CircuitRun(operation, self._switches, self.owners, self._log, self._clock)
 
     async def _arm(self, operation: CircuitOperation) -> Armed | None:
-        """Prepare the commit on the device, or return None if its driver cannot or the attempt fails."""
+        """Prepare the commit in the driver. Return None if the driver does not support preparation or the preparation
+        fails."""
         driver = self._switches[operation.switch]
         if not isinstance(driver, Arming):
             return None
@@ -257,21 +266,21 @@ class CircuitExecutor:
         return outcome
 
     def recover(self) -> int:
-        """Load the changes that have no result in the journal and return their number. `settle` brings them to an
-        end."""
+        """Load the changes that have no result in the journal and return their number. `settle` completes or undoes
+        them."""
         for left in self._log.left_open(lambda entry: operation_from_json(entry.subject, entry.body)):
             self._open[left.id] = self._run_of(left.intent)
             self.owners.begun(left.intent.switch, left.intent.diff)
         return len(self._open)
 
     async def settle(self) -> None:
-        """Complete every open change whose switch can be read; the others stay open."""
+        """Complete or undo every open change whose switch can be read. Changes on other switches stay open."""
         self._forget_unwanted()
         switches = {*(operation.switch for operation in self.open), *self._trials}
         await asyncio.gather(*(self._try_to_settle(switch) for switch in switches))
 
     async def run(self) -> None:
-        """Settle open changes repeatedly until cancelled, since a switch may be unreachable for a while."""
+        """Call `settle` periodically until cancelled, because a switch may be unreachable for some time."""
         while True:
             try:
                 await self.settle()
@@ -306,8 +315,8 @@ class CircuitExecutor:
             self._ended(run)
 
     async def _end_trial(self, switch: str) -> None:
-        """Close a trial whose time is over. Its driver has reverted it or is reverting it; otherwise it is undone
-        here."""
+        """Close the trial on this switch if its time is over. If the driver is still reverting the change, the trial
+        stays open. If the change is still in effect and no longer on trial in the driver, it is undone."""
         if switch not in self._trials:
             return
         run, _ = self._trials[switch]
@@ -337,8 +346,8 @@ class CircuitExecutor:
         return tuple(run for run in self._open.values() if run.operation.switch == switch)
 
     def _close(self, outcome: CircuitOutcome, gone: Iterable[CrossConnect] = ()) -> CircuitOutcome:
-        """Record the end of a change. `gone` lists its cross-connects that are certainly down; the daemon owns the
-        others if they are up."""
+        """Record the end of a change. `gone` lists its cross-connects that are certainly down; its other cross-connects
+        are owned by the daemon if they are up."""
         if outcome.switch in self._switches:
             self.owners.ended(outcome.switch, gone)
         self._log.end(outcome.operation, outcome_to_json(outcome))

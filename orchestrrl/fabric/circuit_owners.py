@@ -1,7 +1,8 @@
-"""Store which circuits of each switch the daemon owns, so that drivers can be informed after a restart.
+"""Record which circuits of each switch the daemon owns, so that drivers can be informed after a restart of the daemon.
 
-A driver stores this only while its process lives. A circuit that the daemon made, or that an operator took over, is
-assigned to the driver again whenever the switch still shows it and the driver treats it as foreign."""
+A driver stores the ownership only while its process lives. A circuit that the daemon made, or that an operator took
+over, is assigned to the driver again whenever the switch still shows it and the driver treats it as foreign.
+"""
 
 import logging
 from collections import defaultdict
@@ -18,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 class CircuitOwners:
-    """Circuits that the daemon owns, by switch. `owns_all` lists switches used by this daemon alone: it owns every
-    circuit on them. Construction recovers the records of earlier daemons from the journal."""
+    """The circuits that the daemon owns, by switch. `owns_all` lists the switches on which the daemon owns every
+    circuit, because they have no other users. Construction recovers the records of earlier daemons from the journal."""
 
     def __init__(
         self, switches: Mapping[str, OcsDriver], journal: Journal, clock: Clock, owns_all: Collection[str] = ()
@@ -38,12 +39,13 @@ class CircuitOwners:
                 self._written[switch] = pairs
 
     def begun(self, switch: str, diff: CircuitDiff) -> None:
-        """Take ownership of the circuits of a change before it is sent. Not journalled, as the journal has its
-        intent."""
+        """Take ownership of the circuits that a change adds, before the change is sent. The ownership is not
+        journalled, because the journal already contains the change's intent."""
         self._ours[switch].take(diff.add)
 
     def ended(self, switch: str, gone: Iterable[CrossConnect], taken_over: Sequence[CrossConnect] = ()) -> None:
-        """Journal what the daemon owns now. Raises the journal's errors."""
+        """Release the circuits `gone`, take ownership of `taken_over`, and journal the owned circuits if they have
+        changed. Raises Permanent if the journal cannot be written."""
         ours = self._ours[switch]
         ours.release(gone)
         ours.take(taken_over)
@@ -54,14 +56,14 @@ class CircuitOwners:
         self._written[switch] = ours.pairs
 
     async def before_planning(self, switch: str) -> None:
-        """Ensure that the driver has the owned circuits of the switch. Raises DriverError if the switch cannot be
-        read."""
+        """Ensure that the switch's driver treats the circuits that the daemon owns as owned. Raises DriverError if the
+        switch cannot be read."""
         if switch not in self._scanned or switch in self._owns_all:
             await self.read(switch)
 
     async def read(self, switch: str) -> CrossConnectReading:
-        """Return what the switch shows, after assigning owned circuits that its driver treats as foreign. Raises
-        DriverError."""
+        """Read the switch. Circuits that the daemon owns but the driver treats as foreign are first assigned to the
+        driver. Raises DriverError if the switch cannot be read."""
         driver = self._switches[switch]
         reading = await driver.cross_connects()
         if reading.foreign:
@@ -80,5 +82,5 @@ class CircuitOwners:
         return reading
 
     def owned(self, switch: str) -> frozenset[CrossConnect]:
-        """Return the circuits on the switch that the daemon made or took over, and has not taken down."""
+        """Return the circuits on the switch that the daemon made or took over and has not removed."""
         return self._ours[switch].pairs

@@ -5,8 +5,9 @@
 
     report = announce_period("weights", intent, boundary=True)  # the same for synchronous code
 
-The job runs on in every case: if circuits cannot be changed, the existing ones carry its traffic. Processes without
-OrchestrRL announce through their recorder instead (`recorder.announce`), and receive no reports."""
+The training job continues in any case: if circuits cannot be changed, the existing ones carry its traffic. Processes
+without the package `orchestrrl` announce through their recorder instead (`recorder.announce`), and receive no reports.
+"""
 
 import asyncio
 import json
@@ -26,10 +27,11 @@ WhatItDoes = Intent | Mapping[str, Any] | None
 
 
 class FabricClient(ControlClient):
-    """One connection to the daemon at `address`. Use as `async with`.
+    """A connection to the daemon at `address`, to be used with `async with`.
 
     Calls raise Retryable if no daemon answers, ProblemFaults for an invalid intent, Permanent if the daemon has no
-    fabric or the period is unknown, and OutcomeUnknown if the connection is lost during the call."""
+    fabric or the period is unknown, and OutcomeUnknown if the connection is lost during the call.
+    """
 
     def __init__(self, address: str = DEFAULT_TARGET) -> None:
         super().__init__(address)
@@ -37,11 +39,13 @@ class FabricClient(ControlClient):
     async def announce(
         self, period: str, intent: WhatItDoes = None, *, within_s: float = 0.0, boundary: bool = False, job: str = ""
     ) -> PeriodReport:
-        """Announce a period and wait until it is over: committed, kept, superseded or failed, with the reason.
+        """Announce a period, wait until it is over, and return its last report: committed, kept, superseded or failed,
+        with the reason.
 
-        `intent`: its traffic, see intents.py; None repeats the last announcement. `job`: the job's name, if the intent
-        has none. `within_s`: how long to wait for a window; 0 uses the daemon's setting. `boundary`: no rank
-        communicates until this call returns, so that no window is needed."""
+        `intent`: the period's traffic, see intents.py; None repeats the intent of the last announcement. `job`: the
+        job's name, if the intent has none. `within_s`: the time limit in seconds for the wait for a window; 0 uses the
+        daemon's setting. `boundary`: no rank communicates until this call returns, so that no window is needed.
+        """
         async with aclosing(self.follow(period, intent, within_s=within_s, boundary=boundary, job=job)) as reports:
             async for report in reports:
                 last = report
@@ -50,16 +54,16 @@ class FabricClient(ControlClient):
     async def announce_nowait(
         self, period: str, intent: WhatItDoes = None, *, within_s: float = 0.0, job: str = ""
     ) -> PeriodReport:
-        """Announce a period and return its first report; the daemon carries it out. A boundary is not possible, since
-        it lasts only while its caller waits."""
+        """Announce a period and return its first report; the daemon carries the period out in the background. The
+        period cannot be a boundary, because a boundary lasts only while its caller waits."""
         async with aclosing(self.follow(period, intent, within_s=within_s, job=job)) as reports:
             return await anext(reports)
 
     async def follow(
         self, period: str, intent: WhatItDoes = None, *, within_s: float = 0.0, boundary: bool = False, job: str = ""
     ) -> AsyncGenerator[PeriodReport, None]:
-        """Yield a report at each change of the period. Closing the generator does not end the period, except at a
-        boundary: then changes that have not begun are dropped."""
+        """Announce a period and yield a report at each change of its state. Closing the generator does not end the
+        period, except if it is a boundary: changes of circuits that have not begun are then dropped."""
         order = fabric_pb2.AnnouncePeriodRequest(
             period=period, intent_json=_written(intent), within_s=within_s, boundary=boundary, job=job
         )
@@ -79,7 +83,7 @@ def announce_period(
     job: str = "",
 ) -> PeriodReport:
     """Call `FabricClient.announce`, or `announce_nowait` if `wait` is False, from a thread without an event loop.
-    Raises ValueError for a boundary without `wait`."""
+    Raises ValueError if `boundary` is True and `wait` is False."""
     if boundary and not wait:
         raise ValueError("boundary: must not be set with wait=False, as a boundary lasts only while its caller waits")
 

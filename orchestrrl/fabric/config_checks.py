@@ -1,7 +1,8 @@
 """Check the section `fabric` of the configuration against its site, its switches and its fleet.
 
 A site's file does not name a ToR's fibres. `interfaces` of `fabric.routers` lists the ToR's interface names in the
-file's order: by id of the switch at the far end, then as listed there."""
+order of its fibres: sorted by the id of the switch at the far end, then in the order in which that switch lists them.
+"""
 
 from collections import Counter
 from ipaddress import IPv4Address, IPv4Network
@@ -16,7 +17,7 @@ if TYPE_CHECKING:  # slow to import, and most configurations have no fabric
 
 
 def router_faults(listing: Any, site: "Site") -> list[str]:
-    """Return the faults of `fabric.routers`. Entries of the wrong type are skipped, since the schema reports them."""
+    """Return the faults of `fabric.routers`. Entries of a wrong type are skipped, because the schema reports them."""
     if not isinstance(listing, list):
         return []
     entries = [(f"fabric.routers[{index}]", entry) for index, entry in enumerate(listing) if isinstance(entry, dict)]
@@ -124,8 +125,8 @@ def _driver_faults(path: str, entry: dict[Any, Any]) -> list[str]:
 
 
 def _texts(path: str, entry: dict[Any, Any], *fields: str) -> list[tuple[str, str]]:
-    """Return the strings in these fields or lists of an entry, each with its path. The schema checks values of other
-    types."""
+    """Return the non-empty strings in these fields of an entry, or in lists in these fields, each with its path. Values
+    of other types are skipped, because the schema reports them."""
     found: list[tuple[str, Any]] = []
     for field in fields:
         value: Any = entry
@@ -139,7 +140,8 @@ def _texts(path: str, entry: dict[Any, Any], *fields: str) -> list[tuple[str, st
 
 
 def read_fabric_site(section: Any, folder: Path) -> tuple["Site | None", list[str]]:
-    """Return the site that the section names, or None and the faults."""
+    """Read the site that the section names. Return the site (None if no site is named or the file has faults) and the
+    faults."""
     path = section.get("site") if isinstance(section, dict) else None
     if not isinstance(path, str) or not path:
         return None, []
@@ -154,7 +156,7 @@ def read_fabric_site(section: Any, folder: Path) -> tuple["Site | None", list[st
 
 
 def fabric_faults(document: dict[Any, Any], site: "Site | None") -> list[str]:
-    """Check the site against the rest of the configuration, and return the faults."""
+    """Check the site against the other sections of the configuration, and return the faults."""
     if site is None:
         return []
     listing = document.get("ocs")

@@ -1,11 +1,12 @@
-"""Change circuits for one communication period after another, each change inside a safe window.
+"""Change circuits for successive communication periods, with each change inside a safe window.
 
 A period is announced, then materialised (its circuits, ports and stages are chosen), prepared (journalled, ready to
 send), and committed when a window opens that covers the change; then it is verified and routed. If no window opens by
 the deadline, or a fault appears before the first command, the existing circuits stay up. Periods of several jobs wait
-at the same time; after one has changed circuits, the others are planned again. Section 5.3 and algorithm 2 of the
-paper. planner/fabric/materialize.py, transition.py and windows.py decide; stage_commit.py, circuit_executor.py and
-rerouting.py send the changes."""
+at the same time; after one period has changed circuits, the other periods are planned again. This implements section
+5.3 and algorithm 2 of the paper. planner/fabric/materialize.py, transition.py and windows.py decide; stage_commit.py,
+circuit_executor.py and rerouting.py send the changes.
+"""
 
 import asyncio
 import itertools
@@ -110,9 +111,10 @@ class CircuitCoordinator:
     def announce(
         self, period: str, intent_json: str = "", within_s: float = 0.0, *, boundary: bool = False, job: str = ""
     ) -> AnnouncedPeriod:
-        """Queue a period that is about to begin. It supersedes the waiting period of its job. `boundary`: the caller
-        pauses until the period is over, so no window is needed; circuits of training still change in windows. `job`:
-        the job's name, if the intent has none. Raises ProblemFaults, and Permanent for a name without an intent."""
+        """Queue a period that is about to begin. It supersedes the waiting period of its job. `within_s`: the time
+        limit in seconds; 0 uses the setting. `boundary`: the caller pauses until the period is over, so no window is
+        needed; circuits of training still change in windows. `job`: the job's name, if the intent has none. Raises
+        ProblemFaults for invalid arguments, and Permanent if no intent is given and none was announced before."""
         faults = []
         if not 0 <= within_s <= MOST_S:
             faults.append(f"within_s: must be >= 0 and <= {MOST_S:.0f} (0: as configured), got {within_s}")
@@ -125,7 +127,7 @@ class CircuitCoordinator:
         return self.expect(intent, within_s, boundary=boundary)
 
     def expect(self, intent: Intent, within_s: float = 0.0, *, boundary: bool = False) -> AnnouncedPeriod:
-        """Queue a period with the given intent; otherwise like `announce`."""
+        """Queue a period with the given intent. The arguments are as for `announce`."""
         now_s = self._clock.now_s()
         self._book.record(intent, now_s)
         id = f"c{self._generation}-{next(self._numbers)}"
@@ -143,7 +145,7 @@ class CircuitCoordinator:
         return made
 
     def withdraw(self, period: AnnouncedPeriod, why: str) -> None:
-        """Withdraw a period: stages that have not begun are dropped. Harmless if it is over."""
+        """Withdraw a period: stages that have not begun are dropped. Has no effect if the period is over."""
         hold = Hold("withdrawn", why)
         if self._queue.remove(period):
             self._keep(period, hold)
@@ -156,38 +158,41 @@ class CircuitCoordinator:
         return last
 
     def override(self, period: str, reason: str, ttl_s: float, job: str = "") -> FabricControl:
-        """Bring up the circuits of this period from now on. Raises Permanent if it has no intent, ProblemFaults."""
+        """Use the circuits of this period from now on, whatever periods are announced, until the override ends. Raises
+        Permanent if no intent is known for the period, and ProblemFaults if `ttl_s` is invalid."""
         intent = self._book.intent(period, job)
         control = self.overrides.override(period, reason, ttl_s, intent.job)
         self.expect(intent)
         return control
 
     def mask(self, masked: Sequence[str], reason: str) -> None:
-        """Exclude these components from now on; circuits are moved off them in the next window. Raises
-        ProblemFaults."""
+        """Exclude these components from use, instead of those excluded before. Circuits are moved off them in the next
+        window. Raises ProblemFaults if a component is not part of the site."""
         self.overrides.mask(masked, reason)
         self._reallocate()
 
     def times_of_switches(self) -> list[tuple[OcsId, float, int]]:
-        """Return each switch with the expected seconds of its next change, and the number of samples behind them."""
+        """Return, for each switch, the expected duration in seconds of its next change and the number of samples used
+        for the estimate."""
         return [
             (switch.id, self.times.need([switch.id], 0.0).total_s, self.times.samples(switch.id))
             for switch in self.site.switches
         ]
 
     def reports(self, limit: int) -> list[PeriodReport]:
-        """Return reports, newest first: periods under way, then finished ones."""
+        """Return at most `limit` reports: those of active and waiting periods, then those of finished periods, in each
+        case newest first."""
         coming = (*self.active, *self._queue)
         return [*(each.report for each in reversed(coming)), *reversed(self._book.over)][:limit]
 
     @property
     def active(self) -> tuple[AnnouncedPeriod, ...]:
-        """The periods under way."""
+        """The periods that are being carried out or wait for a window."""
         return tuple(each for each in self._active if not each.report.over)
 
     @property
     def up(self) -> dict[tuple[str, Stage], str]:
-        """The periods whose circuits came up last, by job and stage, latest last."""
+        """The name of the last period whose circuits came up, for each job and stage. The latest period is last."""
         return dict(self._up)
 
     def traced_on(self, hosts: Collection[str]) -> frozenset[str]:
@@ -198,7 +203,7 @@ class CircuitCoordinator:
 
     @property
     def sync_is_up(self) -> bool:
-        """True if the PoDs that generate were last given circuits for a weight sync."""
+        """True if the circuits of the generating PoDs were last changed for a weight sync."""
         stages = [stage for _, stage in self._up if stage is not Stage.TRAIN]
         return bool(stages) and stages[-1] is Stage.WEIGHT_SYNC
 
@@ -215,7 +220,8 @@ class CircuitCoordinator:
     # --- run
 
     async def run(self) -> None:
-        """Run forever. A period that fails is reported and logged, and the next one is processed."""
+        """Process periods until cancelled. The failure of a period is reported and logged, and does not affect other
+        periods."""
         has_looked = False
         try:
             while True:
@@ -240,7 +246,7 @@ class CircuitCoordinator:
             self._active.clear()
 
     async def _next(self) -> AnnouncedPeriod:
-        """Return the next period that may start. While there is none, poll the switches from time to time."""
+        """Wait for the next period that may start, and return it. Poll the switches periodically during the wait."""
         while True:
             self._queue.news.clear()
             for period in [each for each, task in self._active.items() if task.done()]:
@@ -256,7 +262,7 @@ class CircuitCoordinator:
             await until_set(self._clock, self._queue.news, min(pause_s, POLL_EVERY_S), *self._active.values())
 
     async def _poll_waiting(self) -> None:
-        """Scan the switches while periods wait, so that new failures are found before a window opens."""
+        """Scan the switches while periods wait for windows, so that new failures are found before a window opens."""
         self._has_switch_news = False
         before, changes = self.site_reading.failures, self._circuits.changes
         site_reading = await self._reader.scan()
@@ -266,7 +272,7 @@ class CircuitCoordinator:
             self._wake()
 
     async def _replace_lost(self) -> None:
-        """Request circuits to replace those that are down or have a port that failed."""
+        """Scan the switches, and request replacements for circuits that have gone down or have a failed port."""
         self._has_switch_news = False
         site_reading = await self.scan()
         if site_reading.unread:
@@ -309,7 +315,8 @@ class CircuitCoordinator:
                 break
 
     async def _attempt(self, period: AnnouncedPeriod) -> Hold | StageFailed | None:
-        """Plan and commit the period once; return None if its circuits are up and it is over."""
+        """Plan and commit the period once. Return None if its circuits are up, so that it is over, and otherwise the
+        reason why they are not."""
         constraints = self._constraints
         intent = self._bound(period.intent)
         if isinstance(intent, Hold):
@@ -383,7 +390,7 @@ class CircuitCoordinator:
     async def _carry_out(
         self, period: AnnouncedPeriod, intent: Intent, stage: TransitionStage, basis: _Basis, plan: FabricPlan
     ) -> Hold | StageFailed | None:
-        """Commit one stage in one window. Return the reason if it is not committed."""
+        """Commit one stage in one window. Return None if it is committed, and otherwise the reason."""
         if hold := self._objection(period, intent, basis):
             return hold
         before = self.site_reading.of_site
@@ -410,7 +417,8 @@ class CircuitCoordinator:
                 self._wake()
 
     def _others(self, period: AnnouncedPeriod, intent: Intent) -> frozenset[str]:
-        """Return the other jobs that must pause too: by their announced traffic, or by the servers that they run on."""
+        """Return the other jobs that must pause during the change, according to their announced traffic or to the
+        servers on which they run."""
         training = list(self._book.training())
         traced = self._windows.hosts_of_jobs()
         near, unknown = unannounced(self.site, intent, {each.job for each in training}, traced)
@@ -435,7 +443,8 @@ class CircuitCoordinator:
     async def _on_stage_failed(
         self, period: AnnouncedPeriod, failed: StageFailed, before: frozenset[PortPair], plan: FabricPlan
     ) -> None:
-        """Record the commands that were sent, and note the pairs that should have kept light but lost it."""
+        """Record the commands of a failed stage that were sent. Add notes about pairs of endpoints that lost their
+        light and about ports to avoid."""
         until_s = self._clock.now_s() + SUSPECT_S
         self._suspects |= dict.fromkeys(failed.suspects, until_s)
         if failed.report is None:
@@ -458,7 +467,7 @@ class CircuitCoordinator:
     # --- constraints
 
     def _objection(self, period: AnnouncedPeriod, intent: Intent, basis: _Basis) -> Hold | None:
-        """Return why no more changes may be sent for this period, or None."""
+        """Return the reason why no more changes may be sent for this period; None if they may be sent."""
         if period.stop is not None:
             return period.stop
         if not period.boundary and self._queue.urgent:
@@ -469,7 +478,8 @@ class CircuitCoordinator:
         return self._restraint(intent)
 
     def _bound(self, intent: Intent) -> Intent | Hold:
-        """Return the intent to meet: an operator's override takes precedence."""
+        """Return the intent to use: that of an operator's override, if it concerns the same lane, or the given intent.
+        Return a Hold if the override's period has no intent."""
         control = self.overrides.control
         if control.state is not OverrideState.OVERRIDDEN:
             return intent
@@ -482,7 +492,7 @@ class CircuitCoordinator:
         return wanted if lane_of(wanted) == lane_of(intent) else intent
 
     def _restraint(self, intent: Intent) -> Hold | None:
-        """Return why no circuit may change now, or None."""
+        """Return the reason why no circuit may change now; None if circuits may change."""
         if self._mode() is not Mode.ACT:
             return Hold("advise", "mode is advise: nothing is changed")
         if hold := self._pause_registry.hold(PauseScope.FABRIC):
@@ -502,7 +512,8 @@ class CircuitCoordinator:
         return FabricState(site_reading.of_site, failures, self.overrides.pinned | site_reading.foreign)
 
     def _not_ours(self, site_reading: SiteReading) -> list[str]:
-        """Return notes, by switch, on foreign circuits that stand in the way, and how to take them over."""
+        """Return a note for each switch that has foreign circuits: the circuits, and the command that takes them
+        over."""
         notes = []
         for switch in sorted({pair.switch for pair in site_reading.foreign}):
             pairs = [pair for pair in sorted(site_reading.foreign) if pair.switch == switch]
@@ -516,7 +527,7 @@ class CircuitCoordinator:
 
     @property
     def _constraints(self) -> object:
-        """Constraints set by operators and by failures that switches reported."""
+        """The constraints that operators have set, and the number of times that switches have reported new failures."""
         return self.overrides.control, self.overrides.masked, self._failed_anew
 
     def _wake(self) -> None:
@@ -524,8 +535,8 @@ class CircuitCoordinator:
             each.woken.set()
 
     def _reallocate(self) -> None:
-        """Announce again, under the current constraints, the periods whose circuits are up, unless their lane has a
-        newer one."""
+        """Announce the periods whose circuits are up again, so that they are planned under the current constraints.
+        Periods whose lane has a newer period are skipped."""
         coming = {each.lane for each in (*self._queue, *self.active)}
         for (job, stage), period in list(self._up.items()):
             intent = self._book.get(period, job)

@@ -1,8 +1,10 @@
-"""Make the circuits of generation follow the deployment: the traffic of new engines becomes the next period.
+"""Adapt the circuits of generation to each deployment: the traffic of the new engines is announced as the next period.
 
-At that boundary the departing engines are empty and the new ones have no requests yet, so no window is needed; engines
-that stay keep their bandwidth at every stage of the transition. Section 5.2 of the paper. A daemon that finds engines
-running has missed their boundary: it changes the circuits once no request is running."""
+When a redeployment ends (a boundary), the departing engines are empty and the new engines have no requests yet, so no
+window is needed. Engines that stay keep their bandwidth at every stage of the transition. This implements section 5.2
+of the paper. A daemon that finds engines running at its start has missed their boundary: it changes the circuits once
+no request is running.
+"""
 
 import logging
 from collections.abc import Awaitable, Iterable, Sequence
@@ -33,7 +35,8 @@ SYNC_OVER_WITHIN_S = 5.0  # limit on holding the pause barrier, besides its leas
 
 
 class ServingEngine(Protocol):
-    """An engine that is to serve. `gpus` are the fleet's numbers, which may differ from the site's."""
+    """An engine that serves or will serve requests. `gpus` are GPU numbers of the fleet, which may differ from those of
+    the site."""
 
     @property
     def engine(self) -> EngineId: ...
@@ -46,24 +49,25 @@ class ServingEngine(Protocol):
 
 
 class StartingFleet(Protocol):
-    """The engines, as a starting daemon discovers them."""
+    """The engines that a starting daemon finds."""
 
     def serving(self) -> Sequence[ServingEngine]:
-        """Return the engines found running."""
+        """Return the engines that are running."""
         ...
 
     def redeploying(self) -> bool:
-        """Return whether a redeployment is under way; its end is a boundary."""
+        """Return whether a redeployment is under way. When it ends, circuits can be changed at a boundary."""
         ...
 
     def idle(self) -> bool | None:
-        """Return whether no engine has a request; None until every engine has reported."""
+        """Return whether no engine has a request; None if an engine has not reported yet."""
         ...
 
 
 class GenerationCircuits:
-    """Announces circuits for the deployed engines. `settings` give the traffic assumed per engine of the `model` until
-    the next redeployment. `within_s` bounds how long serving is delayed."""
+    """Announces circuits for the deployed engines. `settings` define the traffic that each engine of the `model` is
+    assumed to have until the next redeployment. `within_s` is the time in seconds by which serving is delayed at
+    most."""
 
     def __init__(
         self, fabric: CircuitCoordinator, model: Model, settings: FabricSettings, clock: Clock, within_s: float
@@ -78,8 +82,8 @@ class GenerationCircuits:
         self.defects = 0  # internal errors caught in `maintain`
 
     async def maintain(self, fleet: StartingFleet) -> None:
-        """Run `begin`; then, whenever a change of circuits was missed while requests ran, carry it out once no request
-        is running. Runs until cancelled."""
+        """Run `begin`. Then, until cancelled, carry out each change of circuits that was not possible while requests
+        ran, as soon as no request is running."""
         await self._safely(self.begin(fleet))
         while True:
             await self._clock.sleep(RESTED_S)
@@ -100,8 +104,8 @@ class GenerationCircuits:
             logger.exception("circuits of the deployment were not changed")
 
     async def after_sync(self, fleet: StartingFleet, until_s: float = inf) -> str:
-        """Give engines their circuits back after a weight sync that used circuits of its own, before requests resume.
-        Returns a summary, or "" if there was no such sync or a redeployment takes precedence. `until_s`: when requests
+        """Restore the engines' circuits after a weight sync that changed circuits, before requests resume. Returns a
+        summary; "" if no sync changed circuits or a redeployment is under way. `until_s` is the time at which requests
         resume in any case. A trainer that does not use the pause barrier must announce `generation` itself, because the
         daemon cannot see when its broadcast ends."""
         if not self._fabric.sync_is_up or fleet.redeploying() or not (engines := fleet.serving()):
@@ -117,8 +121,9 @@ class GenerationCircuits:
         return latest is not None and latest.over and latest.code == NO_BOUNDARY
 
     async def begin(self, fleet: StartingFleet) -> str:
-        """Bring up circuits for engines that run already, once no request is running, and return a summary. Until then
-        the existing circuits stay, and the list of periods shows it. A redeployment takes precedence."""
+        """Set up circuits for the engines that are already running, once no request is running, and return a summary.
+        Until then the existing circuits stay, and the list of periods shows a period that waits. Ends early if a
+        redeployment begins."""
         limit_s = self._clock.now_s() + REPORTED_WITHIN_S
         while not fleet.redeploying() and fleet.idle() is None and self._clock.now_s() < limit_s:
             await self._clock.sleep(LOOK_S)
@@ -132,7 +137,8 @@ class GenerationCircuits:
         return summary
 
     async def _rest(self, fleet: StartingFleet) -> bool:
-        """Wait until no request has run for RESTED_S; return False if a redeployment comes first."""
+        """Wait until no request has been running for `RESTED_S` seconds, and return True. Return False if a
+        redeployment begins first."""
         since_s = self._clock.now_s()
         while self._clock.now_s() < since_s + RESTED_S:
             await self._clock.sleep(LOOK_S)
@@ -143,8 +149,8 @@ class GenerationCircuits:
         return True
 
     async def follow(self, engines: Iterable[ServingEngine]) -> str:
-        """Bring up circuits for these engines and return a summary. The engines may serve when this returns, in every
-        case."""
+        """Set up circuits for these engines and return a summary. When this returns, the engines may serve, even if the
+        circuits were not changed."""
         self._followed = True
         return await self._announce(list(engines), boundary=True)
 
@@ -175,8 +181,8 @@ class GenerationCircuits:
         return f"{summary} ({cut(f'{report.code}: {report.detail}', SUMMARY_CHARACTERS)})" if report.detail else summary
 
     def intent(self, engines: Sequence[ServingEngine]) -> Intent:
-        """Return the traffic of these engines among themselves and with the trainers. Raises ValueError for a layout
-        that does not fit its GPUs."""
+        """Return the traffic of these engines among themselves and with the trainers. Raises ValueError if an engine's
+        layout does not match its number of GPUs."""
         first_gpu, tokens = self._settings.first_fleet_gpu, self._settings.tokens_per_period
         deployed = [
             DeployedEngine(
@@ -194,10 +200,11 @@ class GenerationCircuits:
 
 
 def _gpus_per_server(site: Site) -> int:
-    """Return the GPUs of the largest server that generates. An engine that spans more reduces in two levels."""
+    """Return the number of GPUs of the largest server in a generating PoD. An engine with more GPUs reduces in two
+    levels, inside and between servers."""
     return max((len(server.gpus) for server in site.servers if site.pod[server.pod].role is PodRole.GEN), default=1)
 
 
 def _trainers(site: Site) -> list[GpuId]:
-    """Return the GPUs of PoDs that train, ascending."""
+    """Return the GPUs of all training PoDs, in ascending order."""
     return sorted(gpu for server in site.servers if site.pod[server.pod].role is PodRole.TRAIN for gpu in server.gpus)

@@ -5,7 +5,8 @@
                   "times": 1}]}
 
 `gpus` maps each rank to a GPU of the site; a rank without an entry uses the GPU of its own number. `job` is the job
-name of the ranks' recorders; it defaults to none, or to that of the announcing recorder."""
+name that the ranks' recorders use. By default, it is the job of the recorder that announces the intent, or none.
+"""
 
 from typing import Annotated
 
@@ -41,7 +42,8 @@ class _IntentPart(Section):
 
 
 def parse_intent(period: str, text: str, job: str = "") -> Intent:
-    """Parse an intent. `job` is used if the text names none. Raises ProblemFaults with all faults."""
+    """Parse an intent. `job` is used if the text does not name a job. Raises ProblemFaults with all faults if the text
+    is invalid."""
     faults = [] if period else ["period: must be a name, got ''"]
     if len(text) > MOST_BYTES:
         raise ProblemFaults([*faults, f"intent: must be at most {MOST_BYTES} bytes, got {len(text)}"])

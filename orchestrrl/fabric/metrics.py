@@ -1,4 +1,4 @@
-"""Prometheus metrics of the fabric: outcomes of periods, circuits that are up, and times of changes."""
+"""Prometheus metrics of the fabric: the outcomes of periods, the circuits that are up, and the durations of changes."""
 
 from collections import Counter
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
-"""Store operators' constraints on the fabric: pins, an override and masks. Journalled, so that they survive a
-restart."""
+"""Store operators' constraints on the fabric: pins, an override and masks. The constraints are journalled, so that they
+survive a restart."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +59,8 @@ class OperatorOverrides:
         return reduce(or_, (each for each in found if not isinstance(each, str)), FabricFailures())
 
     def pin(self, cross_connects: Sequence[str], reason: str, ttl_s: float) -> FabricControl:
-        """Pin these cross-connects, or all if the list is empty. Raises ProblemFaults."""
+        """Pin these cross-connects or, if the list is empty, all cross-connects. Raises ProblemFaults if a
+        cross-connect is not possible in the site or `ttl_s` is invalid."""
         faults = [
             f"cross_connects[{index}]: {fault}"
             for index, text in enumerate(cross_connects)
@@ -87,13 +88,13 @@ class OperatorOverrides:
         return self._set(FabricControl(reason=reason), self.masked, reason)
 
     def mask(self, masked: Sequence[str], reason: str) -> None:
-        """Replace the list of masks. Raises ProblemFaults."""
+        """Replace the list of masked components. Raises ProblemFaults if a component is not part of the site."""
         found = enumerate(map(self._failure, masked))
         self._check([f"masked[{index}]: {fault}" for index, fault in found if isinstance(fault, str)])
         self._set(self._control, tuple(sorted(set(masked))), reason)
 
     def _set(self, control: FabricControl, masked: tuple[str, ...], reason: str) -> FabricControl:
-        """Journal the constraints, then apply them. Raises the journal's errors."""
+        """Journal the constraints, then apply them. Raises Permanent if the journal cannot be written."""
         body = {"control": _CONTROL.dump_python(control, mode="json"), "masked": list(masked), "reason": reason}
         self._journal.append(self._clock.now_s(), EntryKind.FABRIC_CONTROL, control.state, body)
         self._control, self.masked = control, masked
@@ -119,7 +120,8 @@ class OperatorOverrides:
         return "" if ends is not None else f"must join two different endpoints, got {text!r}"
 
     def _failure(self, text: str) -> FabricFailures | str:
-        """Return the components that a mask names, or the fault in its text."""
+        """Return the component that a mask names, as a failure. If the mask's text is invalid, return the fault as a
+        text."""
         kind, _, what = text.partition(" ")
         numbered = _NUMBERED.fullmatch(what)
         name, number = (numbered["name"], int(numbered["number"])) if numbered else ("", 0)

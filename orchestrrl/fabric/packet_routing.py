@@ -1,8 +1,10 @@
-"""Route packets over circuits: translates the coordinator's requests into routers and their links.
+"""Route packets over circuits: translate the coordinator's requests about cross-connects into changes of links between
+routers.
 
-The coordinator deals with cross-connects, packets with links between ToRs. A link uses one cross-connect or, between
-PoDs, three (planner/fabric/light.py). Between commits, `maintain` handles links that lose or regain light, and routers
-that failed. rerouting.py changes the routers."""
+The coordinator changes cross-connects, whereas packets use links between ToRs. A link inside a PoD uses one
+cross-connect, and a link between PoDs uses three (planner/fabric/light.py). Between commits, `maintain` handles links
+that lose or regain light, and routers that have failed. rerouting.py changes the routers.
+"""
 
 import asyncio
 import logging
@@ -32,7 +34,8 @@ LONGEST_PAUSE_S = 60.0  # between two attempts that find the same links
 
 
 class FabricRouting:
-    """Routes packets over the circuits of one site. The caller runs `maintain` as a task. Changes are serialised."""
+    """Routes packets over the circuits of one site. The caller runs `maintain` as a task. Changes of routes are
+    serialised."""
 
     def __init__(
         self,
@@ -66,8 +69,8 @@ class FabricRouting:
 
     @asynccontextmanager
     async def standing_still(self) -> AsyncIterator[None]:
-        """Suspend rerouting during the block, while cables are checked. Packets keep their routes even if light
-        changes."""
+        """Suspend periodic rerouting during the block, which checks cables. Routes stay as they are even if links gain
+        or lose light."""
         async with self._turn:
             was, self._is_changing = self._is_changing, True
             try:
@@ -79,7 +82,8 @@ class FabricRouting:
     # --- called by the coordinator
 
     async def prepare(self, up: Iterable[PortPair], stages: Sequence[TransitionStage]) -> None:
-        """Compute the routes at every point of a transition before its window opens."""
+        """Compute and cache the routes before and after each stage of a transition, before its window opens. `up` are
+        the cross-connects that are up now."""
         points, now = [], frozenset(up)
         for stage in stages:
             drained = now.difference(stage.remove)
@@ -94,8 +98,8 @@ class FabricRouting:
             await self._offload(find)
 
     async def drain(self, going: Iterable[PortPair]) -> None:
-        """Take packets off the links over these cross-connects. Raises OrchestrRLError if a router still uses one;
-        `reroute` or `maintain` then restores the routes that were moved."""
+        """Move packets off the links that use these cross-connects. Raises OrchestrRLError if a router may still use
+        such a link; `reroute` or `maintain` then restores the routes that were moved."""
         going = frozenset(going)
         await self._begin()
         async with self._turn:
@@ -106,8 +110,9 @@ class FabricRouting:
             self._lit = tuple(lit for lit in self._lit if not lit.goes_over(going))
 
     async def reroute(self, usable: Iterable[PortPair]) -> str:
-        """Route over all links that these cross-connects form, and return the remaining faults. If a cross-connect
-        disappears undrained and its switch does not answer, it still counts as up: the light on its link decides."""
+        """Route over all links that these cross-connects form, and return the remaining faults. A cross-connect that is
+        missing from `usable` without having been drained still counts as up if its switch does not answer; its link is
+        then used if it has light."""
         async with self._turn:
             wanted = frozenset(usable)
             gone = self._over - wanted
@@ -125,7 +130,7 @@ class FabricRouting:
     # --- between commits
 
     async def maintain(self) -> None:
-        """Route over the circuits that are up, then correct the routes periodically. Never returns."""
+        """Route over the circuits that are up, then correct the routes periodically, until cancelled."""
         while True:
             try:
                 await self._begin()
@@ -141,7 +146,7 @@ class FabricRouting:
             await self._clock.sleep(self._poll_s)
 
     async def _begin(self) -> None:
-        """Route over the existing circuits, unless routing has begun."""
+        """Route over the existing circuits, unless a routing exists already."""
         async with self._turn:
             if self.routed is None:
                 self._lit = await self._find(await self._seen())
@@ -171,7 +176,8 @@ class FabricRouting:
         logger.warning("packets use %d of %d links: %s", len(routed.links), len(lit), routed.faults_text or "no faults")
 
     async def _seen(self) -> frozenset[PortPair]:
-        """Return the cross-connects that are up. A switch that does not answer keeps those it last showed."""
+        """Return the cross-connects that are up. For a switch that does not answer, the cross-connects that were last
+        known are returned."""
         known = self._over or self._recorded
         site_reading = await self._scan()
         return site_reading.cross_connects | _on(known, site_reading.unread)
@@ -190,8 +196,8 @@ class FabricRouting:
         return found
 
     def _write_down(self) -> None:
-        """Journal the cross-connects in use, for a daemon that starts while a switch does not answer. The record may be
-        old, since routers check their neighbours in any case."""
+        """Journal the cross-connects that packets use, for a daemon that starts while a switch does not answer. The
+        record may be outdated, because routers check their neighbours before they use a link."""
         if self._recorded != self._over and not self._is_changing:
             self._recorded, self._recorded_s = self._over, self._clock.now_s()
             body = {"cross_connects": [(each.switch, *each.ports) for each in sorted(self._recorded)]}

@@ -1,7 +1,9 @@
-"""Store periods: their intents by job and name, and the outcome of each. Journalled, so that they survive a restart.
+"""Store communication periods: their intents by job and name, and their outcomes. Both are journalled, so that they
+survive a restart.
 
-Trainers announce many times a minute. A period that changes nothing and ends like its predecessor of the same name is
-only counted; the count is journalled with the next report that differs."""
+Trainers announce many times a minute. A period that changes nothing and ends like the previous period of the same name
+is only counted. The count is journalled with the next report that differs.
+"""
 
 import logging
 from collections import Counter, deque
@@ -55,8 +57,9 @@ class PeriodBook:
         self._remember(intent, written)
 
     def intent(self, period: str, job: str = "") -> Intent:
-        """Return the intent that the job announced last. Falls back to one without a job; if `job` is empty, to the
-        only job that announced the period. Raises Permanent if there is none, or several."""
+        """Return the last intent that the job announced for this period. If there is none, return the period's intent
+        without a job or, if `job` is empty, the intent of the only job that announced the period. Raises Permanent if
+        no intent or several intents match."""
         found = self._found(period, job)
         if len(found) > 1:
             listing = ", ".join(sorted(repr(each.job) for each in found))
@@ -68,7 +71,7 @@ class PeriodBook:
         return found[0]
 
     def get(self, period: str, job: str) -> Intent | None:
-        """Return the intent as `intent` does, or None if it is unknown or ambiguous."""
+        """Return the same intent as `intent`, or None if no intent or several intents match."""
         found = self._found(period, job)
         return found[0] if len(found) == 1 else None
 
@@ -79,7 +82,7 @@ class PeriodBook:
         return [] if job else [each for each in self._intents.values() if each.period == period]
 
     def training(self) -> Iterable[Intent]:
-        """Return the last training intent of each job that trains."""
+        """Return the last intent for training of each job that has one."""
         return {each.job: each for each in self._intents.values() if each.stage is Stage.TRAIN}.values()
 
     def ended(self, report: PeriodReport, now_s: float) -> None:
@@ -102,11 +105,11 @@ class PeriodBook:
             del self._alike[next(iter(self._alike))]
 
     def switch_times(self) -> Iterator[SwitchTimes]:
-        """Yield the measured times of commits, oldest first."""
+        """Return an iterator over the measured durations of commits in the stored reports, oldest first."""
         return (each for report in self.over for commit in report.commits for each in commit.switch_times)
 
     def up(self) -> Iterator[Intent]:
-        """Yield the intents whose circuits came up, oldest first, among the stored reports."""
+        """Yield the intents of the stored periods whose circuits came up, oldest first."""
         for report in self.over:
             if report.state is PeriodState.COMMITTED and (intent := self.get(report.period, report.job)):
                 yield intent

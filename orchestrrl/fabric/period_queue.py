@@ -1,8 +1,10 @@
-"""Queue announced periods and decide which may change circuits, and which gives way.
+"""Queue announced periods, and decide which period may change circuits and which periods must wait.
 
 Each job has at most one waiting period for training and weight syncs, and one for generation: a newer period supersedes
-it. Periods of several jobs wait for their windows at the same time, and one changes circuits at a time. A period whose
-caller pauses for it (a boundary) runs first and alone; periods that wait for a window are put off meanwhile."""
+the waiting one. Periods of several jobs wait for their windows at the same time, but only one period changes circuits
+at a time. A period whose caller pauses for it (a boundary) runs first and alone; periods that wait for a window are
+deferred until it is over.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Iterator
@@ -22,8 +24,8 @@ def lane_of(intent: Intent) -> Lane:
 
 @dataclass(eq=False)
 class AnnouncedPeriod:
-    """An announced period. `stop`: why it must not continue. `woken`: set when its task should check its conditions
-    again. `begun`: set when its first circuits are being changed."""
+    """A period that was announced. `stop` is the reason why it must not continue, if any. `woken` is set when its task
+    should check its conditions again. `begun` is set when the first change of circuits for the period begins."""
 
     intent: Intent
     deadline_s: float
@@ -47,7 +49,7 @@ class AnnouncedPeriod:
         self.woken.set()
 
     async def follow(self) -> AsyncIterator[PeriodReport]:
-        """Yield the report at each change, and end after the last."""
+        """Yield the present report, then a report after each change. End after the report that the period is over."""
         seen: PeriodReport | None = None
         while seen is None or not seen.over:
             if self.report == seen:
@@ -59,7 +61,7 @@ class AnnouncedPeriod:
 
 
 class PeriodQueue:
-    """The waiting periods, at most one per lane. `take` returns boundaries first."""
+    """The waiting periods, at most one per lane (job and kind of traffic). Boundaries have precedence."""
 
     def __init__(self) -> None:
         self.news = asyncio.Event()
@@ -73,7 +75,7 @@ class PeriodQueue:
         return any(period.boundary for period in self._waiting)
 
     def put(self, period: AnnouncedPeriod) -> AnnouncedPeriod | None:
-        """Add a period and return the one that it supersedes, or None."""
+        """Add a period. Return the waiting period that it supersedes, which is removed, or None."""
         before = next((each for each in self._waiting if each.lane == period.lane), None)
         if before is not None:
             self._waiting.remove(before)
@@ -82,7 +84,8 @@ class PeriodQueue:
         return before
 
     def put_back(self, period: AnnouncedPeriod) -> bool:
-        """Put a period back and return True, unless a newer one of its lane is waiting."""
+        """Put a period back at the front of the queue and return True. If a newer period of its lane is waiting, do
+        nothing and return False."""
         if any(each.lane == period.lane for each in self._waiting):
             return False
         self._waiting.insert(0, period)
@@ -97,7 +100,8 @@ class PeriodQueue:
         return True
 
     def take(self, active: Collection[AnnouncedPeriod]) -> AnnouncedPeriod | None:
-        """Remove and return the next period that may run concurrently with `active`, or None."""
+        """Remove and return the next period that may run concurrently with the periods in `active`; None if there is
+        none."""
         if self.urgent:
             chosen = None if active else next(each for each in self._waiting if each.boundary)
         elif any(each.boundary for each in active):
@@ -111,7 +115,8 @@ class PeriodQueue:
 
 
 class CircuitTurn:
-    """Grants one period at a time the right to change circuits. A new change invalidates earlier plans."""
+    """Grants one period at a time the right to change circuits. Each change invalidates the plans that were made before
+    it."""
 
     def __init__(self) -> None:
         self.by: AnnouncedPeriod | None = None
@@ -120,7 +125,8 @@ class CircuitTurn:
         self._at_rest.set()
 
     def begin(self, by: AnnouncedPeriod) -> None:
-        """Start the turn of `by`. Requires that `as_at` returned True in the same event-loop iteration."""
+        """Start the turn of the period `by`. The caller must have received True from `as_at` in the same iteration of
+        the event loop."""
         assert self.by is None, (self.by, by)
         self.by = by
         self.changes += 1
@@ -128,7 +134,7 @@ class CircuitTurn:
         by.begun.set()
 
     def end(self, by: AnnouncedPeriod) -> bool:
-        """End the turn of `by`, and return whether it had begun."""
+        """End the turn of the period `by` and return True. Return False if it is not that period's turn."""
         if self.by is not by:
             return False
         self.by = None
@@ -136,11 +142,11 @@ class CircuitTurn:
         return True
 
     def as_at(self, changes: int) -> bool:
-        """Return whether no change is under way and none began since `changes`."""
+        """Return whether no change is under way and the number of changes is still `changes`."""
         return self.by is None and self.changes == changes
 
     async def at_rest(self) -> int:
-        """Wait until no change is under way, and return the number of changes so far."""
+        """Wait until no change is under way. Return the number of changes that have begun so far."""
         while self.by is not None:
             await self._at_rest.wait()
         return self.changes

@@ -1,4 +1,4 @@
-"""Values that describe communication periods: the outcome of each, stage by stage, with the reason."""
+"""Values that describe communication periods: their states, and their outcomes by stage, with the reasons."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -25,7 +25,8 @@ OVER = frozenset({PeriodState.COMMITTED, PeriodState.KEPT, PeriodState.SUPERSEDE
 
 @dataclass(frozen=True, slots=True)
 class CommitReport:
-    """One stage of a transition. Times are seconds since the Unix epoch; `window_*` is None if no window was needed."""
+    """A report on the commit of one stage of a transition. Times are seconds since the Unix epoch; `window_*` is None
+    if no window was needed."""
 
     window_opened_s: float | None
     window_until_s: float | None
@@ -42,7 +43,7 @@ class CommitReport:
 
 @dataclass(frozen=True, slots=True)
 class PeriodReport:
-    """The state of one period. `code` is stable; `detail` is for people.
+    """The state of one period. `code` is a stable identifier of the reason; `detail` is a text for operators.
 
     | state | codes |
     |---|---|
@@ -54,7 +55,8 @@ class PeriodReport:
     | kept, after retries | overtaken (by other changes), switch_refused, not_drained, window_passed (while draining) |
     | failed | switch_failed, not_recorded (the journal), internal |
 
-    A kept or failed period has changed circuits if `stages_done` > 0 or some of its `commits` are not done."""
+    A kept or failed period has changed circuits if `stages_done` > 0 or some of its `commits` are not done.
+    """
 
     id: str
     period: str
@@ -88,7 +90,7 @@ class OverrideState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FabricControl:
-    """An operator's constraint on circuits. PINNED without cross-connects keeps all circuits."""
+    """An operator's constraint on circuits. In state PINNED without cross-connects, all circuits are pinned."""
 
     state: OverrideState = OverrideState.FREE
     cross_connects: tuple[str, ...] = ()

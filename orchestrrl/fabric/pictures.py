@@ -1,6 +1,8 @@
-"""Draw a site: switches are horizontal lines, endpoints vertical lines, and discs count the fibres between the two.
+"""Draw a site: switches are horizontal lines, endpoints are vertical lines, and a disc at their crossing shows the
+number of fibres between them.
 
-PoDs are placed next to each other below the core. The same site gives the same picture, byte for byte."""
+PoDs are placed next to each other below the core. The same site always yields an identical file.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +43,8 @@ def site_figure(site: Site) -> "Figure":
 
 
 def _draw_layer(axis: "Axes", layer: SiteLayer, rows: int) -> None:
-    """Draw one layer. `rows` is its height in rows: one per switch, and one for the upper ends of uplinks."""
+    """Draw one layer. `rows` is the height of the layer in rows: one for each switch, and one for the upper ends of
+    uplinks."""
     colour, last = COLOURS[layer.role], len(layer.columns) - 0.5
     text: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
     box = {"facecolor": "white", "edgecolor": colour}
@@ -79,7 +82,7 @@ def _end_text(column: SwitchColumn) -> str:
 
 
 def _short(column: SwitchColumn) -> str:
-    """Return a label that fits below a column."""
+    """Return a label that is short enough to fit below a column."""
     if column.count > 1:
         return f"{column.count} ToRs" if not column.uplink else f"{column.count} up"
     return literal(column.label if len(column.label) <= LETTERS else f"…{column.label[-6:]}")

@@ -1,12 +1,14 @@
-"""Move packets onto circuits and off them: drain, let the caller change the switches, wait for light, then route again.
+"""Move packets off circuits before the caller changes the switches (drain), then wait for light and route over the new
+circuits.
 
     await rerouting.drain(going)      # raises NotDrained: then the circuits must stay
     ...                              # the switches are changed
     await rerouting.reroute(usable)     # all circuits that are up, or about to be
 
 Routes are read from the routers each time and never cached: after a restart or an unknown outcome, the next call starts
-from their actual state. Routers change stage by stage, in the order of `planner/fabric/route_plan.py`, and each stage
-is read back before the next. A router that depends on a failed one keeps its old route."""
+from their actual state. Routers are changed stage by stage, in the order of `planner/fabric/route_plan.py`, and read
+back after each stage. If a router fails, the routers whose new routes depend on it keep their old routes.
+"""
 
 import asyncio
 import logging
@@ -35,8 +37,8 @@ KEPT = 64  # sets of circuits whose routes are cached
 
 
 class NotDrained(Retryable):
-    """Raised if routers still send, or may send, packets to circuits that were to go down. The circuits must stay up.
-    `Rerouting.reroute` restores the routes that were moved off them."""
+    """Raised if routers still send, or may still send, packets over circuits that are to be removed. The circuits must
+    then stay up. `Rerouting.reroute` restores the routes that were moved off these circuits."""
 
     def __init__(self, routers: Mapping[EndpointId, str]) -> None:
         super().__init__(f"not drained: {_listed(routers)}", RETRY_S)
@@ -45,7 +47,7 @@ class NotDrained(Retryable):
 
 @dataclass(frozen=True, slots=True)
 class RoutedCircuits:
-    """The current routing. `left_out` maps circuits that packets do not use to the reason."""
+    """The current routing. `left_out` maps each circuit that packets do not use to the reason."""
 
     at_s: float
     links: tuple[RoutedLink, ...]
@@ -56,15 +58,15 @@ class RoutedCircuits:
 
     @property
     def faults_text(self) -> str:
-        """The faults in one line; empty if every link is used and every router has its routes. Unreachable pairs are
-        left to the plan."""
+        """The faults on one line; "" if every link is used and every router has its routes. Unreachable pairs are not
+        included."""
         reported = (("not used", self.left_out), ("routers with wrong routes", self.failed))
         return "; ".join(f"{what}: {_listed(some)}" for what, some in reported if some)
 
 
 @dataclass
 class _Moved:
-    """The progress of a change of routing tables."""
+    """The progress of a change of routing tables: the routers that failed, and those that could not be read."""
 
     plan: pure.ReroutingPlan
     failed: dict[EndpointId, str] = field(default_factory=dict)
@@ -72,7 +74,7 @@ class _Moved:
 
 
 class Rerouting:
-    """Changes the routers of one domain. `drain` and `reroute` must not run concurrently."""
+    """Changes the routes of the routers of one domain. `drain` and `reroute` must not run concurrently."""
 
     def __init__(
         self,
@@ -95,8 +97,8 @@ class Rerouting:
         self._tables: dict[EndpointId, RouteTable] = {}  # as last read; for an unreachable router, as last known
 
     async def drain(self, going: Collection[RoutedLink]) -> RoutedCircuits:
-        """Move packets off circuits that are about to go down. Raises NotDrained if a router still uses one, or might;
-        Permanent before the first `reroute`."""
+        """Move packets off circuits that are about to go down. Raises NotDrained if a router uses or may use such a
+        circuit, and Permanent if `reroute` has not been called yet."""
         if self.routed is None:
             raise Permanent("cannot drain before the circuits are known: call reroute first")
         left = frozenset(self.routed.links).difference(going)
@@ -111,7 +113,8 @@ class Rerouting:
         return drained
 
     async def reroute(self, usable: Iterable[RoutedLink]) -> RoutedCircuits:
-        """Route over these circuits, except those that get no light in time or whose far end does not answer."""
+        """Route over these circuits, except circuits that get no light within the time limit or whose far end does not
+        answer. Raises ValueError, before any router is changed, if the circuits do not fit the domain."""
         usable = frozenset(usable)
         await self._offload(lambda: self.prepare(usable))  # raises ValueError before any router changes
         left_out = dict(sorted((await self._dark_ones(usable)).items()))
@@ -121,7 +124,7 @@ class Rerouting:
         return rerouted
 
     def leave_out(self, circuits: Mapping[RoutedLink, str]) -> RoutedCircuits:
-        """Record which circuits packets do not use now, each with the reason; changes no router."""
+        """Record the circuits that packets do not use now, each with the reason. Changes no router."""
         assert self.routed is not None
         self.routed = replace(self.routed, left_out=circuits)
         return self.routed
@@ -136,7 +139,7 @@ class Rerouting:
         return routed
 
     async def close(self) -> None:
-        """Close all routers; their routes stay."""
+        """Close the drivers of all routers. The routers keep their routes."""
         for router in self._routers.values():
             await router.close()
 
@@ -147,8 +150,8 @@ class Rerouting:
         return {link: why for link, why in seen.items() if not isinstance(why, OrchestrRLError)}
 
     async def signals(self) -> tuple[frozenset[tuple[EndpointId, str]], dict[EndpointId, str]]:
-        """Return the interfaces of all routers that have a signal, and the routers that do not report, with the
-        reason."""
+        """Return the interfaces that have a signal, as (router, interface), and the reason for each router that does
+        not report."""
         reported = await self._each({name: router.links() for name, router in self._routers.items()})
         up: set[tuple[EndpointId, str]] = set()
         silent: dict[EndpointId, str] = {}
@@ -162,7 +165,8 @@ class Rerouting:
     async def answering_routers(
         self, requested: Mapping[tuple[EndpointId, str], Collection[EndpointId]]
     ) -> dict[tuple[EndpointId, str], frozenset[EndpointId]]:
-        """Return which of these routers answer on each interface."""
+        """For each (router, interface), return which of the requested routers answer there. Interfaces without an
+        answer are absent."""
         hops: dict[EndpointId, dict[NextHop, tuple[str, EndpointId]]] = {}
         for (name, interface), others in requested.items():
             for other in others:
@@ -178,7 +182,8 @@ class Rerouting:
         return {end: frozenset(some) for end, some in answering.items()}
 
     async def _dark_ones(self, links: Collection[RoutedLink]) -> dict[RoutedLink, str]:
-        """Return the circuits that cannot carry packets, with the reason. Waits for the light of new circuits."""
+        """Return the circuits that cannot carry packets, each with the reason. Wait until new circuits have light, up
+        to the time limit."""
         old = set(links).intersection(self.routed.links if self.routed else ())
         new = set(links) - old
         dark = await self.dark(old)  # circuits that carry packets stay in use if their routers do not report
@@ -187,8 +192,8 @@ class Rerouting:
         return dark | await self._silent_ones([link for link in sorted(new) if link not in dark])
 
     async def _up(self, links: Collection[RoutedLink], limit_s: float) -> dict[RoutedLink, str | OrchestrRLError]:
-        """Return the links not known to be up within `limit_s`: the reason, or the error that kept a router from
-        reporting."""
+        """Return the links that are not known to be up after at most `limit_s` seconds, each with the reason or, if a
+        router did not report, its error."""
         waiting = {name: self._routers[name].wait_up(some, limit_s) for name, some in _interfaces(links).items()}
         up = await self._each(waiting)
         found: dict[RoutedLink, str | OrchestrRLError] = {}
@@ -201,7 +206,8 @@ class Rerouting:
         return found
 
     async def _silent_ones(self, links: Collection[RoutedLink]) -> dict[RoutedLink, str]:
-        """Return the circuits whose far end is not the expected router. Light alone does not identify the far end."""
+        """Return the circuits on which the expected router does not answer, each with the reason. Light alone does not
+        identify the router at the far end."""
         hops: dict[EndpointId, dict[NextHop, RoutedLink]] = {}
         for link in links:
             (a, interface_a), (b, interface_b) = link.ends
@@ -220,12 +226,12 @@ class Rerouting:
     async def _find(
         self, hops: Mapping[EndpointId, Collection[NextHop]]
     ) -> dict[EndpointId, frozenset[NextHop] | OrchestrRLError]:
-        """Return which of these next hops answer, by router."""
+        """Return, by router, the next hops that answer, or the error of a router that failed."""
         within_s = self._settings.neighbour_s
         return await self._each({name: self._routers[name].find(tuple(some), within_s) for name, some in hops.items()})
 
     async def _move(self, plan: pure.ReroutingPlan) -> _Moved:
-        """Bring every router to its table, in an order that keeps every packet routable."""
+        """Change every router's table to that of the plan, in an order in which every packet always has a route."""
         moved = _Moved(plan)
         await self._read_all(moved)
         want = {}
@@ -241,7 +247,8 @@ class Rerouting:
     async def _carry_out(
         self, stages: Iterable[pure.RouteStage], moved: _Moved, stuck: set[tuple[EndpointId, str]]
     ) -> bool:
-        """Apply the stages. Return False as soon as a router fails, so that the rest is planned again without it."""
+        """Apply the stages. Return True after all stages. Return False as soon as a router fails, so that the remaining
+        changes are planned again without that router."""
         for stage in stages:
             results = await self._each({name: self._routers[name].apply(some) for name, some in stage.items()})
             known = len(stuck)
@@ -254,7 +261,8 @@ class Rerouting:
     def _note(
         self, name: EndpointId, order: tuple[RouteChange, ...], applied: AppliedRoutes | OrchestrRLError, moved: _Moved
     ) -> set[tuple[EndpointId, str]]:
-        """Record what a router has changed, and return the routes that it has not."""
+        """Record the routes that a router has changed, and return the (router, prefix) pairs that it has not
+        changed."""
         if isinstance(applied, OrchestrRLError):
             moved.failed[name] = str(applied)
             if not isinstance(applied, Permanent | Retryable):
@@ -290,7 +298,8 @@ class Rerouting:
 
     @staticmethod
     async def _each(calls: Mapping[EndpointId, Awaitable[T]]) -> dict[EndpointId, T | OrchestrRLError]:
-        """Await all calls concurrently. An OrchestrRLError takes the place of its call's result."""
+        """Await all calls concurrently and return their results. If a call raises an OrchestrRLError, the error is
+        returned as its result."""
 
         async def one(call: Awaitable[T]) -> T | OrchestrRLError:
             try:

@@ -1,4 +1,4 @@
-"""Find the jobs that share PoDs, and so may send over circuits that a period changes."""
+"""Find jobs that share PoDs with a period, and may therefore send over circuits that the period changes."""
 
 from collections.abc import Collection, Iterable, Mapping
 
@@ -9,7 +9,8 @@ from planner.fabric.topology import Site
 
 
 def neighbours(site: Site, intent: Intent, others: Iterable[Intent]) -> frozenset[str]:
-    """Return the other jobs that have ranks in PoDs whose circuits the intent may change."""
+    """Return the jobs, among the intents in `others`, that have ranks in PoDs whose circuits the intent may change. The
+    intent's own job is not included."""
     pods = _touched(site, intent)
     return frozenset(
         other.job for other in others if other.job != intent.job and not pods.isdisjoint(_pods(site, other))
@@ -19,9 +20,9 @@ def neighbours(site: Site, intent: Intent, others: Iterable[Intent]) -> frozense
 def unannounced(
     site: Site, intent: Intent, announced: Collection[str], traced: Mapping[str, Collection[str]]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Return traced jobs that never announced their training, as two sets. `traced` maps a job to its hosts. Jobs of
-    the first set have hosts in PoDs whose circuits the intent may change. Other jobs are in the second set if a host is
-    not a server of the site, because their circuits are unknown."""
+    """Return two sets of traced jobs that never announced their training. The first set contains the jobs that have
+    hosts in PoDs whose circuits the intent may change. The second set contains the remaining jobs that have a host that
+    is not a server of the site, because the circuits of these jobs are unknown. `traced` maps each job to its hosts."""
     touched = _touched(site, intent)
     pod_of = {str(server.id): server.pod for server in site.servers}
     silent = {job: hosts for job, hosts in traced.items() if job != intent.job and job not in announced}

@@ -1,8 +1,8 @@
-"""Read and write a site as one YAML file. Reading reports every fault at once. `planner/fabric/topology.py` defines its
-meaning.
+"""Read and write the description of a site as one YAML file. Reading reports all faults at once.
+`planner/fabric/topology.py` defines the meaning of the description.
 
-Faults between the parts of a document carry path and value. A fault that merely follows from an unreadable part is not
-reported."""
+Faults are reported with path and value. A fault that is only a consequence of an unreadable part is not reported.
+"""
 
 import math
 from collections import Counter, defaultdict
@@ -125,7 +125,7 @@ def _text(numbers: tuple[int, ...]) -> str:
 
 
 def _misplaced(parts: SiteParts, switch: SwitchPart, endpoint: str) -> str | None:
-    """Return why no fibre can run between the endpoint and the switch, or None if one can."""
+    """Return the reason why no fibre can connect the endpoint and the switch, or None if a fibre can."""
     kinds = [kind for kind in _ENDPOINTS if endpoint in parts.ids[kind]]
     if not kinds:
         return None if any(kind in parts.broken for kind in _ENDPOINTS) else "must be one of tors or uplinks"
@@ -140,7 +140,8 @@ def _misplaced(parts: SiteParts, switch: SwitchPart, endpoint: str) -> str | Non
 
 
 def _unfibred(parts: SiteParts) -> Iterator[str]:
-    """Yield faults of ToRs and uplinks that no circuit can reach, and of uplinks with unpaired fibres."""
+    """Yield a fault for each ToR or uplink that no circuit can reach, and for each uplink with different numbers of
+    fibres in its PoD and to the core."""
     if "switches" in parts.broken:
         return
     inside, core = _fibres(parts, Tier.AGG), _fibres(parts, Tier.CORE)
@@ -177,7 +178,7 @@ def _fibres(parts: SiteParts, tier: Tier) -> dict[str, list[_Fibre]]:
 
 
 def _cut_off(parts: SiteParts) -> Iterator[str]:
-    """Yield faults of PoDs that no circuit can connect to another PoD."""
+    """Yield a fault for each PoD that has no ToR or that no circuit can connect to another PoD."""
     with_tors = {tor.pod for tor in parts.tors.values()}
     for place, pod in parts.pods.items():
         if "tors" not in parts.broken and pod.id not in with_tors:
@@ -224,7 +225,7 @@ def _reserved(parts: SiteParts) -> Iterator[str]:
 
 
 def _unpaired(parts: SiteParts, together: dict[tuple[str, str], Counter[str]]) -> Iterator[str]:
-    """Yield faults of reserved ports that cannot form circuits on their switch."""
+    """Yield a fault for each group of reserved ports that cannot all be connected in pairs on their switch."""
     role = {pod.id: pod.role for pod in parts.pods.values()}
     for (purpose, switch), ports in together.items():
         place = next(at for at, kept in parts.reserved.items() if (kept.purpose, kept.switch) == (purpose, switch))
@@ -249,17 +250,18 @@ _NEEDED = ("pods", "tors", "servers", "switches")
 
 
 def read_site(path: Path | str) -> Site:
-    """Return the site that the file describes. Raises ProblemFaults with every fault."""
+    """Return the site that the file describes. Raises ProblemFaults with every fault if the file cannot be read or is
+    invalid."""
     return parse_site(read_text(path))
 
 
 def parse_site(text: str) -> Site:
-    """Return the site that the YAML text describes. Raises ProblemFaults with every fault."""
+    """Return the site that the YAML text describes. Raises ProblemFaults with every fault if the text is invalid."""
     return site_from(parse_yaml(text))
 
 
 def site_from(document: object) -> Site:
-    """Build a site from a parsed document. Raises ProblemFaults with every fault."""
+    """Build a site from a parsed document. Raises ProblemFaults with every fault if the document is invalid."""
     site, parts, faults = read_parts(document)
     faults += [fault for check in _CHECKS for fault in check(parts)]
     if site is None or faults:
@@ -284,7 +286,7 @@ def _site(part: SitePart) -> Site:
 
 
 def site_document(site: Site) -> dict[str, Any]:
-    """Return the site as plain values, in the file's structure."""
+    """Return the site as mappings, lists and plain values, with the structure of the file."""
     own = {each.device.name: each.device for each in site.switches if DEVICES.get(each.device.name) != each.device}
     document: dict[str, Any] = {
         "link_gbps": _number(site.link_gbps),
@@ -312,13 +314,14 @@ def site_document(site: Site) -> dict[str, Any]:
 
 
 def _part(value: Pod | Tor | Uplink | Server | Switch | Reservation, **plain: object) -> dict[str, Any]:
-    """Return the fields of a part that are not None; `plain` replaces values with those of the document."""
+    """Return the fields of a part as a mapping, without those that are None. `plain` replaces the values of fields that
+    have another form in the document."""
     own = {field.name: getattr(value, field.name) for field in fields(value)} | plain
     return {name: each for name, each in own.items() if each is not None}
 
 
 def site_text(site: Site) -> str:
-    """Return the YAML that describes the site, one line per part. `parse_site` reads the same site back."""
+    """Return the YAML that describes the site, one line per part. `parse_site` of this text returns an equal site."""
     lines: list[str] = []
     for field, value in site_document(site).items():
         if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Fields of a site's document, and checks of single values. `site.py` checks the values against each other."""
+"""The fields of a site's document, and the checks of individual values. `site.py` checks values against each other."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,8 @@ _RANGE = re.compile(r"([0-9]{1,8})(?:\s*-\s*([0-9]{1,8}))?")
 
 
 def numbers_in(text: str) -> tuple[int, ...]:
-    """Parse `1-4,9` as 1, 2, 3, 4, 9, in the order written. Raises ValueError."""
+    """Parse a list of numbers and ranges: `1-4,9` is 1, 2, 3, 4, 9, in the order written. Raises ValueError if the text
+    is malformed or a number is too large."""
     found: list[int] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
@@ -30,12 +31,12 @@ def numbers_in(text: str) -> tuple[int, ...]:
 
 
 def numbers_text(numbers: Iterable[int]) -> str:
-    """Format numbers as runs, such as `1-4,9`; keeps their order."""
+    """Format numbers as a text with runs, such as `1-4,9`. The order of the numbers is kept."""
     return ",".join(number_runs(numbers))
 
 
 def _numbers(value: object) -> object:
-    """Accept a single number, a text of ranges, or a list."""
+    """Convert a single number or a text with ranges to a tuple of numbers. Other values are returned unchanged."""
     if type(value) is int:
         return (value,)
     return numbers_in(value) if isinstance(value, str) else value
@@ -120,7 +121,8 @@ _WITH_IDS = ("pods", "tors", "uplinks", "servers", "switches")
 
 @dataclass(frozen=True)
 class SiteParts:
-    """The readable elements of a document, keyed by their index in each list; the document may have faults."""
+    """The readable elements of a document that may have faults. The elements of each list are keyed by their index in
+    the list."""
 
     pods: Mapping[int, PodPart]
     tors: Mapping[int, TorPart]
@@ -134,18 +136,18 @@ class SiteParts:
 
     @cached_property
     def pod_of(self) -> Mapping[str, str]:
-        """PoD by id of each ToR and uplink."""
+        """The PoD of each ToR and uplink, keyed by the id of the ToR or uplink."""
         return {tor.id: tor.pod for tor in self.tors.values()} | {up.id: up.pod for up in self.uplinks.values()}
 
     def exists(self, kind: str, name: str) -> bool:
-        """Return whether an element of this kind may have the name. True if some elements of the kind are
-        unreadable."""
+        """Return whether an element of this kind has the name. Also returns True if elements of the kind are
+        unreadable, because one of them may have it."""
         return name in self.ids[kind] or kind in self.broken
 
 
 def read_parts(document: object) -> tuple[SitePart | None, SiteParts, list[str]]:
-    """Parse a document. Returns the whole document, or None if a value has a fault; its readable parts; and the
-    faults."""
+    """Parse a document. Returns the whole document (None if a value has a fault), the readable parts of the document,
+    and the faults."""
     try:
         site = SitePart.model_validate(document)
     except ValidationError as error:

@@ -1,7 +1,8 @@
-"""Commit one stage of a transition: prepare its changes, then send them as soon as a window covers them.
+"""Commit one stage of a transition: prepare its changes, then send them as soon as a window opens that is long enough.
 
 Between the opening of the window and the command there is no journal write, no thread switch and no device query,
-except the driver's own check that the switch has not changed since the stage was planned."""
+except the driver's own check that the switch has not changed since the stage was planned.
+"""
 
 import asyncio
 import logging
@@ -36,8 +37,8 @@ PUT_OFF = Hold("put_off", "a caller is paused for another period, which goes fir
 
 @dataclass(frozen=True, slots=True)
 class StageFailed:
-    """A stage that was not carried out: the switches must be read and the period planned again. `report` covers the
-    commands sent; None if none was."""
+    """The outcome of a stage that was not carried out. The switches must then be read and the period planned again.
+    `report` describes the commands that were sent; None if no command was sent."""
 
     code: str
     detail: str
@@ -52,9 +53,10 @@ class StageFailed:
 
 @dataclass(frozen=True, slots=True)
 class StageOrder:
-    """An order to commit one stage. `intent`: the intent that binds its period. `usable`: the site's circuits that are
-    up before the stage. `others`: jobs that send over the same PoDs and must pause too. `objection` is called last
-    before anything is sent, then `begins`. `waiting` receives the reason for waiting, each time it changes."""
+    """An order to commit one stage. `intent`: the intent for which the period was planned. `usable`: the site's
+    circuits that are up before the stage. `others`: jobs that send over the same PoDs and must also pause. `objection`
+    is called immediately before the commit; it returns a reason not to commit, or None. `begins` is called when the
+    commit begins. `waiting` is called with the reason for waiting whenever that reason changes."""
 
     stage: TransitionStage
     intent: Intent
@@ -82,8 +84,8 @@ class StageCommitter:
     routing: FabricRouting | None
 
     async def carry_out(self, order: StageOrder) -> CommitReport | Hold | StageFailed:
-        """Commit the stage in one window; return a Hold if that is not possible. Raises the journal's
-        OrchestrRLError."""
+        """Commit the stage in one window and return a report. Return a Hold if no suitable window opened, and
+        StageFailed if the commit failed. Raises OrchestrRLError if the journal cannot be written."""
         need = self._need(order.stage)
         watch = self._watch(order, need)  # first, so that agents have reported by the time everything is prepared
         operations: list[CircuitOperation] = []
@@ -129,7 +131,8 @@ class StageCommitter:
         return need if self.routing is not None else replace(need, route_s=self.settings.route_s)
 
     def _watch(self, order: StageOrder, need: CommitNeed) -> TrafficWatch | None:
-        """Watch the jobs that must pause; return None if every such job is paused already."""
+        """Start to watch the traffic of the jobs that must pause. Return None if no job needs to be watched, because
+        the jobs concerned are paused already."""
         jobs: dict[str, frozenset[int]] = {}
         if order.intent.stage is Stage.TRAIN:
             jobs[order.intent.job] = order.intent.ranks
@@ -138,8 +141,8 @@ class StageCommitter:
         return self.windows.watch(jobs, need.total_s, order.period.woken) if jobs else None
 
     def _boundary(self, order: StageOrder, need: CommitNeed) -> Hold | None:
-        """Return why the stage may not run at the boundary, or None if it may. No rank sends while the caller is
-        paused, so no window is needed."""
+        """Return the reason why the stage may not be committed at the boundary, or None if it may. No rank sends while
+        the caller is paused, so no window is needed."""
         now_s = self.clock.now_s()
         verdict = self._verdict(order, None, need, now_s)
         if isinstance(verdict, Hold):
@@ -153,7 +156,8 @@ class StageCommitter:
         return may_commit(order.intent.stage, window, need, now_s, boundary, most_risk)
 
     async def _window(self, order: StageOrder, need: CommitNeed, watch: TrafficWatch) -> Window | Hold:
-        """Wait for a window that covers the need; return a Hold if none opens."""
+        """Wait until a window opens that is long enough, and return it. Return a Hold with the reason if none opens by
+        the deadline or the commit is not allowed any more."""
         alarm = asyncio.ensure_future(self.clock.sleep(max(0.0, order.period.deadline_s - self.clock.now_s())))
         alarm.add_done_callback(lambda _: order.period.woken.set())
         last_hold: Hold | None = None
@@ -245,8 +249,8 @@ class StageCommitter:
     async def _drain(
         self, order: StageOrder, need: CommitNeed, window: Window | None, watch: TrafficWatch | None
     ) -> Window | StageFailed | None:
-        """Move packets off the circuits to remove, and return the window as it is afterwards. Returns StageFailed if
-        packets remain on them, or if draining took too long."""
+        """Move packets off the circuits to remove, and return the window as predicted afterwards. Returns StageFailed
+        if routers still use the circuits, or if draining took so long that the window is too short."""
         assert self.routing is not None
         began_s = self.clock.now_s()
         try:
@@ -268,7 +272,8 @@ class StageCommitter:
         return StageFailed("window_passed", "; ".join(filter(None, (detail, back))))
 
     async def _reroute(self, order: StageOrder, done: bool) -> str:
-        """Route over the circuits that are up now. After a failure the switches are read first."""
+        """Route over the circuits that are up after the stage, and return the remaining faults. If the stage failed,
+        the switches are read first."""
         if self.routing is None:
             return ""
         stage = order.stage
@@ -313,7 +318,7 @@ class StageCommitter:
 
 
 def _with_last(objection: Hold, last_hold: Hold | None) -> Hold:
-    """Return the objection, extended by the last reason for waiting."""
+    """Return the objection, with the last reason for waiting appended to its detail."""
     if last_hold is None:
         return objection
     return replace(objection, detail=f"{objection.detail}; until then: {last_hold.code}: {last_hold.detail}")
@@ -330,5 +335,5 @@ def _failure_text(outcome: _Timed | BaseException) -> str:
 
 
 def _line(error: object) -> str:
-    """Return an error on one line, since a driver lists faults on several."""
+    """Return the text of an error on one line. Drivers list faults on several lines."""
     return ", ".join(str(error).splitlines())

@@ -1,8 +1,9 @@
-"""Follow the events that switches send: failed ports, alarms, circuits changed by others. Log each, and have the switch
-polled at once.
+"""Receive the events that switches send: failed ports, alarms, and circuits changed by other clients. Log each event,
+and request that the switch is polled at once.
 
 An event only triggers a poll: its content is verified on the switch before it is used for planning. Events are lost
-while the connection is down, so a restored connection triggers a poll too."""
+while the connection is down, so a restored connection triggers a poll too.
+"""
 
 import asyncio
 import logging
@@ -22,7 +23,8 @@ LONGEST_PAUSE_S = 30.0
 
 
 class SwitchEvents:
-    """Follows every switch that declares events. `on_news` receives the switch's name; it must not block."""
+    """Receives the events of every switch whose driver declares events. `on_news` is called with the switch's name
+    after each event; it must not block."""
 
     def __init__(self, switches: Mapping[str, OcsDriver], clock: Clock, on_news: Callable[[str], None]) -> None:
         self._switches = switches

@@ -1,8 +1,9 @@
 """Read the switches of a site: convert device readings into the site's cross-connects, and changes into the device's.
 
 A port of the site is a duplex pair of fibres. On a device that connects any two ports, it is one device port. On a
-device with an ingress and an egress side, port n is the n-th port of each side, and a cross-connect of the site is two
-of the device, one per direction."""
+device with an ingress and an egress side, port n is the n-th port of each side, and a cross-connect of the site
+consists of two cross-connects of the device, one per direction.
+"""
 
 import asyncio
 import logging
@@ -29,7 +30,7 @@ _Seen = tuple[set[PortPair], set[CrossConnect], set[int], set[PortPair]] | str
 
 
 def device_pairs(facts: SwitchFacts, wanted: PortPair) -> tuple[CrossConnect, ...]:
-    """Return the device's cross-connects that form a cross-connect of the site."""
+    """Return the device's cross-connects that together form this cross-connect of the site."""
     if facts.connectivity is Connectivity.ANY_TO_ANY:
         return (facts.normal(CrossConnect(wanted.port_a, wanted.port_b)),)
     offset = _offset(facts)
@@ -37,15 +38,15 @@ def device_pairs(facts: SwitchFacts, wanted: PortPair) -> tuple[CrossConnect, ..
 
 
 def _offset(facts: SwitchFacts) -> int:
-    """Return the difference between an egress port's number and that of its ingress port."""
+    """Return the difference between the number of a port's egress side and the number of its ingress side."""
     return facts.egress_ports.start - facts.ingress_ports.start
 
 
 def site_pairs(
     switch: OcsId, facts: SwitchFacts, present: Iterable[CrossConnect]
 ) -> tuple[set[PortPair], set[CrossConnect]]:
-    """Return the site's cross-connects that are up, and the device's cross-connects that form none, such as one-way
-    ones."""
+    """Return the site's cross-connects that are up, and the device's cross-connects that do not form a cross-connect of
+    the site, such as one-way cross-connects."""
     present = set(present)
     if facts.connectivity is Connectivity.ANY_TO_ANY:
         return {port_pair(switch, each.ingress_port, each.egress_port) for each in present}, set()
@@ -64,9 +65,10 @@ def site_pairs(
 @dataclass(frozen=True, slots=True)
 class SiteReading:
     """The state of all switches at one instant. `of_site`: the `cross_connects` that join two endpoints of the site.
-    Other cross-connects are left alone and their ports count as failed; so do the ports of `odd` ones, which are up in
-    one direction only. `unread`: why a switch did not answer; its circuits are unknown. `foreign`: the part of
-    `of_site` that the daemon does not own. Foreign circuits carry packets like others, and stay as they are."""
+    Other cross-connects are not changed, and their ports count as failed. `odd`: cross-connects that are up in one
+    direction only; their ports also count as failed. `unread`: the reasons why switches did not answer; the circuits of
+    these switches are unknown. `foreign`: the cross-connects in `of_site` that the daemon does not own. Foreign
+    circuits carry packets like other circuits, but are not changed."""
 
     cross_connects: frozenset[PortPair] = frozenset()
     failures: FabricFailures = field(default_factory=FabricFailures)
@@ -91,12 +93,14 @@ class SwitchReader:
         return frozenset(pair for pair in cross_connects if self._site.cabling.ends(pair) is not None)
 
     def device_pairs(self, wanted: PortPair) -> tuple[CrossConnect, ...]:
-        """Return the device's cross-connects for one of the site. The switch must have been read before."""
+        """Return the device's cross-connects that form this cross-connect of the site. The switch must have been read
+        before."""
         return device_pairs(self._facts[wanted.switch], wanted)
 
     async def scan(self) -> SiteReading:
-        """Read all switches. One that does not answer in time counts as failed: nothing is planned on it, and its
-        circuits stay. Later scans do not wait for it until it has answered or its driver has raised an error."""
+        """Read all switches. A switch that does not answer within `ANSWER_WITHIN_S` counts as failed: no circuits are
+        planned on it, and its existing circuits stay. Later scans do not wait for that switch until it has answered or
+        its driver has raised an error."""
         self._silent = {switch: reads for switch, reads in self._silent.items() if not reads.done()}
         reads = {
             switch.id: asyncio.ensure_future(self._read_switch(switch.id))
@@ -137,8 +141,8 @@ class SwitchReader:
         return SiteReading(frozenset(cross_connects), failures, odd, unread, of_site, of_site & foreign)
 
     async def change_of(self, switch: OcsId, remove: Iterable[PortPair], add: Iterable[PortPair]) -> CircuitChange:
-        """Return the part of a change that concerns the switch, as device cross-connects. Raises DriverError if it does
-        not answer."""
+        """Return the part of a change that concerns the switch, as device cross-connects. Raises DriverError if the
+        switch does not answer."""
         facts = await self.facts(switch)
         connect, disconnect = (
             tuple(each for pair in sorted(p for p in pairs if p.switch == switch) for each in device_pairs(facts, pair))

@@ -1,4 +1,4 @@
-"""Traces of collectives: read from recorder rings or files, written to files, and analysed by learners.
+"""Traces of collectives: read them from recorder rings or files, write them to files, and analyse them.
 
 A file has one JSON object per line, in any order.
 
@@ -7,7 +7,8 @@ A file has one JSON object per line, in any order.
     {"rank": 0, "iteration": 7, "at_s": 12.100}
 
 `group` is a number that all iterations use for the same process group. Times are seconds on one clock for all ranks.
-Recorder rings are opened read-only."""
+Recorder rings are opened read-only.
+"""
 
 import json
 import time
@@ -69,8 +70,8 @@ TraceEvent = TracedCollective | TracedMark | TracedIteration
 
 
 def read_trace(source: Path) -> list[TraceEvent]:
-    """Return every event of a file, in file order. Raises ProblemFaults with path and value, at most `MOST_FAULTS`
-    faults."""
+    """Return every event of a file, in file order. Raises ProblemFaults if the file cannot be read or has invalid
+    lines; at most `MOST_FAULTS` faults are listed."""
     try:
         lines = source.read_bytes().splitlines()
     except OSError as error:
@@ -100,7 +101,7 @@ def write_trace(events: Iterable[TraceEvent], target: Path) -> None:
 
 
 def by_rank(events: Iterable[TraceEvent]) -> Mapping[int, list[TraceEvent]]:
-    """Group events by rank, in ascending order of ranks; the order within a rank is kept."""
+    """Group events by rank. Ranks are in ascending order, and the order of events within a rank is kept."""
     found: dict[int, list[TraceEvent]] = {}
     for event in events:
         found.setdefault(event.rank, []).append(event)
@@ -126,7 +127,8 @@ def _event(line: bytes) -> tuple[TraceEvent | None, list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class CommonQuiet:
-    """Windows in which all ranks are quiet, within the time in which all were recorded; lengths ascend."""
+    """The windows in which no rank communicates, within the time span in which all ranks were recorded. `lengths_s` is
+    in ascending order."""
 
     ranks: int
     span_s: float
@@ -150,7 +152,8 @@ class CommonQuiet:
 
 
 def read_traces(sources: Iterable[Path]) -> list[TraceEvent]:
-    """Read all files. Raises ProblemFaults with the faults of all, or if they contain no collective."""
+    """Return the events of all files. Raises ProblemFaults with the faults of all files, or if the files contain no
+    collective."""
     events: list[TraceEvent] = []
     faults: list[str] = []
     for source in sources:
@@ -166,13 +169,15 @@ def read_traces(sources: Iterable[Path]) -> list[TraceEvent]:
 
 
 def study(events: Iterable[TraceEvent], q: float) -> tuple[list[SlackSummary], CommonQuiet]:
-    """Return each rank's slack summary, ascending by rank, and the quiet time that all ranks share."""
+    """Return the slack summary of each rank, in ascending order of ranks, and the quiet windows that all ranks
+    share."""
     ranks = {rank: each for rank, each in by_rank(events).items() if any(isinstance(e, TracedCollective) for e in each)}
     return [summarize(learned(rank, each), q) for rank, each in ranks.items()], common(list(ranks.values()))
 
 
 def learned(rank: int, events: Sequence[TraceEvent]) -> SlackLearner:
-    """Return a learner fed with all events in time order. At equal times, ends come before starts."""
+    """Return a learner that has processed all events of a rank in order of time. At equal times, ends are processed
+    before starts."""
     learner = SlackLearner(rank)
     flying: dict[int, int] = {}
     for _, _, index, ends in sorted(_moments(events)):
@@ -190,7 +195,7 @@ def learned(rank: int, events: Sequence[TraceEvent]) -> SlackLearner:
 
 
 def _moments(events: Sequence[TraceEvent]) -> Iterable[tuple[float, int, int, bool]]:
-    """Yield (time, order among equal times, index of the event, whether it ends there)."""
+    """Yield the starts and ends of events as (time, order among equal times, index of the event, True for an end)."""
     for index, event in enumerate(events):
         if isinstance(event, TracedCollective):
             yield event.start_s, 2, index, False
@@ -208,8 +213,8 @@ def common(ranks: Sequence[Sequence[TraceEvent]]) -> CommonQuiet:
 
 @dataclass(frozen=True, slots=True)
 class RingTrace:
-    """Events read from rings. `events` are sorted by rank and time. `lost` counts events that a ring has overwritten,
-    `running` collectives without an end."""
+    """The events read from recorder rings. `events` is sorted by rank and time. `lost` is the number of events that a
+    ring has overwritten, and `running` the number of collectives without an end."""
 
     ranks: tuple[int, ...]
     events: tuple[TraceEvent, ...]
@@ -218,7 +223,7 @@ class RingTrace:
 
 
 def recorded_jobs(rings: Path = DEFAULT_DIRECTORY) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of each job that has rings in the folder, ended jobs included."""
+    """Return the ranks of each job that has rings in the folder, including jobs that have ended."""
     found: dict[str, set[int]] = {}
     for path in list_rings(rings):
         for header, _ in _read(path):
@@ -227,9 +232,9 @@ def recorded_jobs(rings: Path = DEFAULT_DIRECTORY) -> dict[str, tuple[int, ...]]
 
 
 def read_rings(rings: Path, job: str) -> RingTrace:
-    """Read the events of a job. Raises Permanent if it has no ring in the folder. Times are seconds since the Unix
-    epoch, so traces of several hosts agree as far as their clocks do. If a rank was restarted, only its newest process
-    counts."""
+    """Read the events of a job. Times are seconds since the Unix epoch, so traces of several hosts are as consistent as
+    the hosts' clocks. If a rank was restarted, only the events of its newest process are returned. Raises Permanent if
+    the job has no ring in the folder."""
     ahead_s = time.time() - time.monotonic()
     newest: dict[int, tuple[int, list[RingEvent], int]] = {}
     for path in list_rings(rings):

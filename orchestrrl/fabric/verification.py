@@ -1,8 +1,10 @@
-"""Verify the fabric against its site's file: circuits against the journal, fibres against light.
+"""Verify the fabric: compare circuits with the journal, and use light to verify that fibres are plugged in as the
+site's file describes.
 
-`verify` changes nothing without `walk`. With it, free ports are lit one cross-connect after the other to find where
-light arrives; existing circuits are not touched, and no packets use the test circuits. planner/fabric/cables.py
-interprets the observations."""
+Without `walk`, `verify` changes nothing. With `walk`, free ports are connected by one test circuit after the other, to
+find where light arrives; existing circuits are not touched, and no packets use the test circuits.
+planner/fabric/cables.py interprets the observations.
+"""
 
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence, Set
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -30,8 +32,9 @@ LISTED = 6
 
 @dataclass(frozen=True, slots=True)
 class VerificationReport:
-    """The result of a verification. `fibres`: how many fibres are proven to be plugged in as the site describes, out of
-    `fibres_of_site` (lanes included). `not_seen`: why the others are unproven."""
+    """The result of a verification. `fibres` is the number of fibres that are verified to be plugged in as the site
+    describes, out of `fibres_of_site` (lanes included). `not_seen` lists the reasons why the other fibres could not be
+    verified."""
 
     faults: tuple[CablingFault, ...]
     circuits: int
@@ -50,7 +53,7 @@ class _Findings:
 
 @dataclass(frozen=True, slots=True)
 class FabricVerifier:
-    """Verifies the fabric of a running daemon. Without `routing` only switches are read, not ToRs."""
+    """Verifies the fabric of a running daemon. If `routing` is None, only switches are read, not ToRs."""
 
     fabric: CircuitCoordinator
     routing: FabricRouting | None
@@ -64,8 +67,8 @@ class FabricVerifier:
         return self.fabric.site
 
     async def verify(self, walk: bool) -> VerificationReport:
-        """Verify circuits and fibres. Raises Permanent if a walk is not allowed, and OrchestrRLError from routers and
-        switches."""
+        """Verify circuits and fibres. Raises Permanent if a walk is requested while the fabric is not paused or no ToRs
+        are configured, and OrchestrRLError if a switch or router cannot be changed."""
         if walk and self.routing is None:
             raise Permanent("a walk needs the signals of the ToRs: list them in fabric.routers")
         if walk and self.pause_registry.hold(PauseScope.FABRIC) is None:
@@ -96,8 +99,8 @@ class FabricVerifier:
         )
 
     async def _book(self, site_reading: SiteReading) -> frozenset[PortPair]:
-        """Return the circuits that should be up: those that the journal lists as owned. Switches that do not answer are
-        left out."""
+        """Return the circuits that should be up, which are those that the journal lists as owned. Switches that do not
+        answer are skipped."""
         ours: set[PortPair] = set()
         for switch in self._site.switch.keys() - site_reading.unread.keys():
             pairs, _ = site_pairs(switch, await self.reader.facts(switch), self.circuits.owners.owned(switch))
@@ -105,7 +108,8 @@ class FabricVerifier:
         return frozenset(ours)
 
     async def _check_signals(self, routing: FabricRouting, site_reading: SiteReading, findings: _Findings) -> int:
-        """Check fibres by the light of existing circuits, and return the number of links."""
+        """Verify fibres by the light of existing circuits, add the results to `findings`, and return the number of
+        links."""
         lits = links_up(self._site, site_reading.of_site, routing.interfaces)
         signals, silent = await routing.rerouting.signals()
         findings.not_seen += [f"{tor} does not answer: {why}" for tor, why in sorted(silent.items())]
@@ -143,7 +147,7 @@ class FabricVerifier:
     async def _walk_lanes(
         self, routing: FabricRouting, barred: Collection[Port], switches: Collection[OcsId], findings: _Findings
     ) -> None:
-        """Light each free lane once, together with a lane of another PoD on the same core switch."""
+        """Verify each free lane by a test circuit over this lane and a lane of another PoD on the same core switch."""
         lanes = [
             lane
             for lane in sorted(self._site.lanes)
@@ -174,7 +178,7 @@ class FabricVerifier:
     async def _came(
         self, routing: FabricRouting, pairs: Sequence[PortPair], expected: Collection[Interface]
     ) -> Set[Interface]:
-        """Return the interfaces that gain a signal while these cross-connects are lit."""
+        """Connect these cross-connects temporarily, and return the interfaces that gain a signal during that time."""
         before, _ = await routing.rerouting.signals()
         async with self._lit(pairs):
             now = await self._signals(routing, lambda now: now - before >= set(expected))
@@ -184,7 +188,8 @@ class FabricVerifier:
         return came & set(routing.interfaces.values())
 
     async def _signals(self, routing: FabricRouting, enough: Callable[[Set[Interface]], bool]) -> Set[Interface]:
-        """Return the interfaces with a signal, as soon as `enough` accepts them or after `LIGHT_WITHIN_S`."""
+        """Wait until `enough` returns True for the set of interfaces with a signal, for at most `LIGHT_WITHIN_S`
+        seconds. Return the set."""
         until_s = self.clock.now_s() + LIGHT_WITHIN_S
         while True:
             now, _ = await routing.rerouting.signals()
@@ -194,7 +199,8 @@ class FabricVerifier:
 
     @asynccontextmanager
     async def _lit(self, pairs: Sequence[PortPair]) -> AsyncIterator[None]:
-        """Light the cross-connects during the block. All are darkened at the end, even if some fail."""
+        """Connect the cross-connects for the duration of the block. All of them are disconnected at the end, even after
+        errors."""
         async with AsyncExitStack() as dark:
             for pair in pairs:
                 dark.push_async_callback(self._change, pair, is_up=False)
@@ -214,7 +220,7 @@ class FabricVerifier:
 
 
 def reading_faults(book: frozenset[PortPair], site_reading: SiteReading) -> list[CablingFault]:
-    """Compare the switches' readings with the owned circuits, and return the faults."""
+    """Compare the readings of the switches with `book`, the circuits that the daemon owns, and return the faults."""
     faults = [CablingFault("silent_switch", switch, why) for switch, why in sorted(site_reading.unread.items())]
     for pair in sorted(book - site_reading.of_site):
         if pair.switch not in site_reading.unread:
@@ -237,7 +243,8 @@ def reading_faults(book: frozenset[PortPair], site_reading: SiteReading) -> list
 
 
 def _pairs_of_lanes(site: Site, lanes: Iterable[Lane]) -> list[tuple[Lane, Lane]]:
-    """Pair lanes of different PoDs on one core switch. An unpaired lane is combined with one used before."""
+    """Pair lanes of different PoDs on the same core switch. A lane for which no unpaired partner is left is combined
+    with a lane of another pair."""
     by_core: dict[OcsId, list[Lane]] = {}
     for lane in lanes:
         by_core.setdefault(lane.core, []).append(lane)

@@ -1,8 +1,9 @@
-"""Layers of endpoints and switches, with the fibres between them, as a picture of a site shows them. Identical ones are
-merged.
+"""The layers of a site, as a picture shows them: endpoints, switches, and the fibres between them. Identical elements
+are merged.
 
-A layer is a PoD with its ToRs, uplinks and own switches, or the core with all uplinks. `pictures.py` draws layers as
-figures, `cli/fabric/site.py` as text."""
+A layer is a PoD with its ToRs, uplinks and switches, or the core with all uplinks. `pictures.py` draws layers as
+figures, `cli/fabric/site.py` as text.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ _Thing = TypeVar("_Thing")
 
 @dataclass(frozen=True, slots=True)
 class SwitchColumn:
-    """Identical endpoints: ToRs or uplinks."""
+    """A column of a picture, which represents one or more identical endpoints (ToRs or uplinks)."""
 
     label: str
     role: PodRole
@@ -35,7 +36,7 @@ class SwitchColumn:
 
 @dataclass(frozen=True, slots=True)
 class SwitchRow:
-    """Identical switches."""
+    """A row of a picture, which represents one or more identical switches."""
 
     label: str
     count: int
@@ -46,7 +47,7 @@ class SwitchRow:
 
 @dataclass(frozen=True, slots=True)
 class SiteLayer:
-    """Identical PoDs, or the core (`role` None)."""
+    """A layer of a picture, which represents one or more identical PoDs, or the core if `role` is None."""
 
     pods: tuple[EndpointId, ...]
     role: PodRole | None
@@ -57,7 +58,7 @@ class SiteLayer:
 
     @property
     def lanes(self) -> int:
-        """The fibres of all uplinks of one PoD; for the core, of all PoDs."""
+        """The number of fibres of the uplinks of one PoD; for the core, of the uplinks of all PoDs."""
         return sum(
             column.count * row.count * fibres
             for column in self.columns
@@ -86,7 +87,7 @@ def views(site: Site) -> tuple[SiteLayer | None, tuple[SiteLayer, ...]]:
 
 
 def grouped(site: Site, layers: Sequence[SiteLayer]) -> tuple[SiteLayer, ...]:
-    """Merge PoDs that differ only in names into one layer."""
+    """Merge the layers of PoDs that differ only in names."""
     found = []
     for alike in _alike(layers, lambda layer: (layer.role, layer.servers, layer.columns, layer.rows)):
         pods = tuple(pod for layer in alike for pod in layer.pods)
@@ -102,7 +103,7 @@ def _pod_layer(
     site: Site, pod: Pod, nics: Counter[EndpointId], core: Mapping[EndpointId, tuple[int, ...]]
 ) -> SiteLayer:
     def own(name: str) -> str:
-        """Return the name without the PoD's prefix, which the layer's title shows."""
+        """Return the name without the PoD's id as prefix, because the layer's title shows the id."""
         return name.removeprefix(f"{pod.id}/")
 
     tors = sorted(site.tors_of[pod.id], key=lambda tor: (tor.rail is None, tor.rail or 0, tor.id))
@@ -116,7 +117,7 @@ def _pod_layer(
 def _rows(
     site: Site, ends: Iterable[EndpointId], switches: Sequence[Switch], own: Callable[[str], str]
 ) -> tuple[tuple[SwitchRow, ...], Mapping[EndpointId, tuple[int, ...]]]:
-    """Return rows of switches, and by endpoint its number of fibres to each row."""
+    """Return the rows of switches, and for each endpoint its number of fibres to one switch of each row."""
     reserved = Counter(switch for switch, _ in site.reserved)
 
     def ports(switch: Switch) -> tuple[int, ...]:
@@ -152,7 +153,7 @@ def _columns(
 
 
 def _alike(things: Iterable[_Thing], key: Callable[[_Thing], Hashable]) -> list[list[_Thing]]:
-    """Group things by key, in the order of each group's first element."""
+    """Group things with equal keys. Groups are in the order of their first elements."""
     kinds: dict[Hashable, list[_Thing]] = {}
     for thing in things:
         kinds.setdefault(key(thing), []).append(thing)
@@ -160,5 +161,5 @@ def _alike(things: Iterable[_Thing], key: Callable[[_Thing], Hashable]) -> list[
 
 
 def named(names: Sequence[str]) -> str:
-    """Return one name, or a range such as `gen0 ... gen3 (4)`."""
+    """Return the name if there is only one, otherwise a range such as `gen0 ... gen3 (4)`."""
     return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"

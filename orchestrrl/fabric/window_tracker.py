@@ -1,7 +1,9 @@
 """Track communication windows of whole jobs, from the reports of the agents on all their hosts.
 
-A host reports its own ranks in its own clock; the clock's offset is measured over the same stream. A job's window is
-the intersection of its hosts' windows. A host that is disconnected while its ranks may be alive has none."""
+Each host reports on its ranks, with times of its own clock; the clock's offset is measured over the same stream. A
+job's window is the intersection of its hosts' windows. A host that is disconnected while its ranks may be alive has no
+window, so the job has none either.
+"""
 
 import asyncio
 import itertools
@@ -35,7 +37,7 @@ Jobs = Mapping[str, frozenset[int]]  # ranks by job
 
 @dataclass(frozen=True, slots=True)
 class WatchWindows:
-    """An order to report windows of this job that last `need_s`, as they open and close."""
+    """An order to an agent to report when windows of this job that last at least `need_s` open and close."""
 
     id: int
     job: str
@@ -55,7 +57,7 @@ class ClockPing:
 
 @dataclass(frozen=True, slots=True)
 class RequestSummary:
-    """An order to report a summary of the iterations of all ranks, once."""
+    """An order to an agent to report one summary of the iterations of all ranks."""
 
 
 Order = WatchWindows | StopWatching | ClockPing | RequestSummary
@@ -63,8 +65,8 @@ Order = WatchWindows | StopWatching | ClockPing | RequestSummary
 
 @dataclass(eq=False)
 class TracedHost:
-    """The host of one agent. `quiet_reports` has the latest report per watched job, with its time by the host's
-    clock."""
+    """The host of one agent. `quiet_reports` has the latest report for each watched job, as (time by the host's clock,
+    rank, prediction)."""
 
     name: str
     jobs: Jobs = field(default_factory=dict)
@@ -77,7 +79,7 @@ class TracedHost:
 
 
 class AgentStream:
-    """The connection of one agent: orders to it and reports from it, until it ends."""
+    """The connection of one agent, which carries orders to the agent and reports from it."""
 
     def __init__(self, hub: "WindowTracker", host: TracedHost) -> None:
         self._hub = hub
@@ -85,27 +87,27 @@ class AgentStream:
         self._orders: asyncio.Queue[Order | None] = asyncio.Queue()
 
     async def next_order(self) -> Order | None:
-        """Return the next order, or None once the stream has ended, for example because another agent of the host
-        attached."""
+        """Wait for the next order and return it. Return None when the stream has ended, for example because another
+        agent of the host has attached."""
         return await self._orders.get()
 
     def put(self, order: Order | None) -> None:
         self._orders.put_nowait(order)
 
     async def ping(self) -> None:
-        """Measure the offset of the host's clock repeatedly. Never returns."""
+        """Measure the offset of the host's clock periodically, until cancelled."""
         for number in itertools.count():
             self.put(ClockPing(self._hub.clock.now_s()))
             await self._hub.clock.sleep(PING_EVERY_S if number >= FIRST_PINGS else FIRST_PINGS_EVERY_S)
 
     @property
     def _is_the_hosts(self) -> bool:
-        """False once another agent of the host has attached or this one has disconnected; late reports are then
-        ignored."""
+        """True if this stream is the host's current stream. False after another agent of the host has attached or this
+        agent has disconnected; its late reports are then ignored."""
         return self._host.stream is self
 
     def traces(self, jobs: Jobs) -> None:
-        """Set the jobs and ranks that the agent reads now, replacing earlier ones."""
+        """Set the jobs and ranks whose recorders the agent reads now. They replace those set before."""
         if not self._is_the_hosts:
             return
         before, self._host.jobs = self._host.jobs, jobs
@@ -139,8 +141,8 @@ class AgentStream:
 
 
 class TrafficWatch:
-    """Waits for the traffic of jobs to pause together. Meanwhile their hosts report at once, and each report sets
-    `changed`."""
+    """Watches jobs until their traffic pauses at the same time. During the watch, the jobs' hosts report every change
+    at once, and each report sets `changed`."""
 
     def __init__(
         self, hub: "WindowTracker", jobs: Mapping[WatchWindows, frozenset[int]], changed: asyncio.Event
@@ -151,7 +153,8 @@ class TrafficWatch:
         self._opening: asyncio.Task[None] | None = None
 
     def window(self) -> Window | Hold:
-        """Return the window that all hosts share. If clock bounds delay its opening, `changed` is set when it opens."""
+        """Return the window that all hosts share, or a Hold with the reason if there is none. If the window opens later
+        because of the uncertainty of the hosts' clocks, `changed` is set when it opens."""
         if self._opening is not None:
             self._opening.cancel()
             self._opening = None
@@ -172,8 +175,8 @@ class TrafficWatch:
 
 
 class WindowTracker:
-    """Tracks every host whose agent reads recorders. `quantile`: the quantile of a window's predicted length to rely
-    on."""
+    """Tracks every host whose agent reads recorders. `quantile` is the quantile of a window's predicted length that is
+    used as its length."""
 
     def __init__(self, clock: Clock, quantile: float = QUANTILE, most_hosts: int = 8192) -> None:
         self.quantile = quantile
@@ -186,7 +189,8 @@ class WindowTracker:
     def watch(
         self, jobs: Mapping[str, frozenset[int]], need_s: float, changed: asyncio.Event | None = None
     ) -> TrafficWatch:
-        """Watch jobs, given with the ranks of each that must be traced."""
+        """Start a watch of jobs. `jobs` maps each job to its ranks that must be traced. `changed` is set by each
+        report."""
         arms: dict[WatchWindows, frozenset[int]] = {}
         for job, ranks in jobs.items():
             traced = sum(len(host.jobs[job]) for host in self.current_hosts() if job in host.jobs)
@@ -203,7 +207,7 @@ class WindowTracker:
         return made
 
     def hosts_of_jobs(self) -> dict[str, frozenset[str]]:
-        """Return, by job, the hosts with ranks whose recorders are read now or were until recently."""
+        """Return, by job, the hosts that have ranks whose recorders are read now or were read until recently."""
         found: dict[str, set[str]] = {}
         for host in self.current_hosts():
             for job in host.jobs:
@@ -218,7 +222,8 @@ class WindowTracker:
                     host.stream.put(StopWatching(arm.id))
 
     def window(self, jobs: Jobs) -> Window | Hold:
-        """Return the window that the hosts of these jobs share. The given ranks must be traced."""
+        """Return the window that the hosts of these jobs share. Return a Hold with the reason if there is none, or if
+        one of the given ranks is not traced."""
         now_s = self.clock.now_s()
         predictions: list[tuple[TracedHost, tuple[float, int, RemainingQuiet]]] = []
         for job, ranks in jobs.items():
@@ -251,8 +256,8 @@ class WindowTracker:
         return few(listed, MOST_LISTED, ", ") or "none"
 
     async def slack_json(self) -> str:
-        """Return the hosts' summaries of their ranks' iterations. Collecting them is expensive for agents, so only
-        operator commands request it."""
+        """Return, as a JSON array, the summaries of the hosts' ranks and their iterations. Collecting them is expensive
+        for agents, so only operator commands request them."""
         attached = [host for host in self.current_hosts() if host.stream is not None]
         for host in attached:
             host.slack_reported.clear()
@@ -264,7 +269,8 @@ class WindowTracker:
         return json.dumps([json.loads(host.slack_json) for host in attached if host.slack_json])
 
     def attach(self, name: str, jobs: Jobs) -> AgentStream:
-        """Begin the stream of a host's agent. It replaces an earlier agent of the same host. Raises LimitReached."""
+        """Begin the stream of a host's agent. It replaces the stream of an earlier agent of the same host. Raises
+        LimitReached if too many other hosts are traced."""
         if (
             name not in self.hosts
             and len(self.hosts) >= self._most_hosts
@@ -284,13 +290,14 @@ class WindowTracker:
         return stream
 
     def news(self, job: str | None) -> None:
-        """Wake the watches of this job, or all watches if `job` is None."""
+        """Set `changed` of the watches of this job, or of all watches if `job` is None."""
         for arm, watch in self._watches.items():
             if job is None or arm.job == job:
                 watch.changed.set()
 
     def current_hosts(self) -> list[TracedHost]:
-        """Return the hosts by name, after dropping those without an agent for FORGET_AFTER_S."""
+        """Drop hosts that have been without an agent for `FORGET_AFTER_S` seconds, and return the remaining hosts in
+        order of their names."""
         now_s = self.clock.now_s()
         for name, host in list(self.hosts.items()):
             if host.stream is None and now_s - host.gone_s > FORGET_AFTER_S:

@@ -1,1 +1,1 @@
-"""Router drivers for rerouting packets: the contract, one module per product, and the conformance suite."""
+"""Router drivers for rerouting packets: the driver contract, one module per product, and the conformance suite."""

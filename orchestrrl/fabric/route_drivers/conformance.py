@@ -1,4 +1,5 @@
-"""The suite that every route driver passes. Subclass it, override `make_driver`, and run pytest (asyncio mode auto):
+"""The conformance suite that every route driver must pass. To use it, subclass it, override its hooks, and run pytest
+(asyncio mode auto):
 
     class TestMyRouter(RouteDriverConformance):
         async def make_driver(self) -> RouterDriver:
@@ -8,9 +9,10 @@
 
         async def others(self, driver: RouterDriver) -> frozenset[str]: ...
 
-The router has three interfaces, `interfaces`, all up, with a router that answers for `peer` at the far end of each, and
-no routes of the driver. Each test makes a driver and closes it. `cannot_inject` lists the faults that cannot be
-injected, with the reason; their tests are skipped."""
+The router must have the three interfaces in `interfaces`, all up, with a router that answers for the address `peer` at
+the far end of each interface, and no routes of the driver. Each test creates a driver and closes it. `cannot_inject`
+lists the faults that cannot be injected, with the reason; tests that need these faults are skipped.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -38,22 +40,22 @@ def gone(prefix: str) -> RouteChange:
 
 
 class RouteDriverConformance:
-    """Conformance tests for a route driver; the module docstring describes their use."""
+    """Conformance tests for a route driver. The module's docstring describes their use."""
 
     interfaces: tuple[str, str, str] = ("swp1", "swp2", "swp3")
     peer: str = "192.0.2.2"
     cannot_inject: Mapping[RouterFaultKind, str] = MappingProxyType({})
 
     async def make_driver(self) -> RouterDriver:
-        """Return a driver for a router as the module docstring requires. Override it."""
+        """Return a driver for a router that meets the requirements in the module's docstring. Must be overridden."""
         raise AssertionError("this harness must override make_driver")
 
     async def inject(self, driver: RouterDriver, fault: RouterFault) -> None:
-        """Cause the fault. Override it, or fill `cannot_inject`."""
+        """Cause the fault. Override this method, or list the fault in `cannot_inject`."""
         raise AssertionError(f"this harness must inject {fault.kind} or list it in cannot_inject")
 
     async def others(self, driver: RouterDriver) -> frozenset[str]:
-        """Return the prefixes of foreign routes. Override it."""
+        """Return the prefixes of foreign routes on the driver's router. Must be overridden."""
         raise AssertionError("this harness must override others")
 
     @asynccontextmanager
@@ -72,7 +74,8 @@ class RouteDriverConformance:
         await self.inject(driver, RouterFault(kind, interface, prefix))
 
     def route(self, prefix: str, *weights: int) -> PacketRoute:
-        """Return a route over as many interfaces as there are weights."""
+        """Return a route to `prefix` over the first interfaces, with one weight for each interface. Interfaces with
+        weight 0 are skipped."""
         ways = zip(self.interfaces, weights, strict=False)
         return PacketRoute.of(prefix, {(self.peer, interface): weight for interface, weight in ways if weight})
 

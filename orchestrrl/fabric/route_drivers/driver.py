@@ -1,8 +1,10 @@
-"""Build route drivers on a product's `base.RouterWire`: one writer, time limits and read-back; make them by name.
+"""Build route drivers on top of a product's `base.RouterWire`, with one writer at a time, time limits and verification
+by reading; and construct drivers by name.
 
 An entry point of the group `orchestrrl.route_drivers`, built-in or third-party, names a factory `(router, *, clock,
-**options) -> RouterDriver`, usually the driver's class. Its other keyword-only parameters are the options that users
-may set."""
+**options) -> RouterDriver`, usually the driver's class. The factory's other keyword-only parameters are the options
+that users may set.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
@@ -45,21 +47,21 @@ def _is_limit(value: Any) -> bool:
 
 
 class RouterOptions(CheckedOptions):
-    """Options that every driver accepts."""
+    """The options that every route driver accepts."""
 
     command_timeout_s: Annotated[float, must_be("a number within 0..3600", _is_limit)] = 5.0
 
 
 class CommandOptions(RouterOptions):
-    """Options of every driver that runs commands. `prefix`: the arguments placed before each command."""
+    """The options of every driver that runs commands. `prefix` contains the arguments to put before each command."""
 
     prefix: Annotated[tuple[str, ...], must_be("a list of words such as [ssh, tor3]", are_words)] = ()
 
 
 class RouterDriver(FromOptions):
     """The driver of one router. Construction opens no connection, and raises ProblemFaults with every fault of the
-    options. Calls may be concurrent: writers are serialised, and every command and wait is bounded in time. Reading
-    raises Retryable if the router is unreachable."""
+    options. Calls may be concurrent: writers are serialised, and every command and wait is bounded in time. Methods
+    that read raise Retryable if the router is unreachable."""
 
     def __init__(self, router: str, *, clock: Clock | None = None, **given: Any) -> None:
         try:
@@ -80,9 +82,10 @@ class RouterDriver(FromOptions):
         return (await self._read_routes()).table
 
     async def apply(self, changes: Sequence[RouteChange]) -> AppliedRoutes:
-        """Send the changes that are not in place, then read back. A route is replaced in one step, so that one always
-        exists. Raises Permanent, before anything is sent, for routes that exceed the router's limits and for a foreign
-        prefix; Retryable if the router is unreachable; OutcomeUnknown if it could not be read afterwards."""
+        """Send the changes that are not in effect yet, then read the routes. A route is replaced in one step, so that a
+        route always exists. Raises Permanent, before anything is sent, if a route exceeds the router's limits or its
+        prefix has a foreign route; Retryable if the router is unreachable; and OutcomeUnknown if the router cannot be
+        read afterwards."""
         self._check(changes)
         async with self._writing():
             before = await self._read_routes()
@@ -106,11 +109,12 @@ class RouterDriver(FromOptions):
             return AppliedRoutes(done, missing, len(todo), why if missing else "")
 
     async def links(self) -> Mapping[str, bool]:
-        """Return every interface with whether it is up and has a signal."""
+        """Return every interface of the router, mapped to True if it is up and has a signal."""
         return await self._command("links", self._wire.read_links())
 
     async def wait_up(self, interfaces: Collection[str], limit_s: float) -> frozenset[str]:
-        """Return the interfaces that are down, or that the router does not have, once all are up or after `limit_s`."""
+        """Wait until all of these interfaces are up, for at most `limit_s` seconds. Return the interfaces that are down
+        or that the router does not have; empty if all are up."""
         until_s = self._clock.now_s() + limit_s
         pause_s = POLL_WITH_EVENTS_S if self._wire.capabilities.link_events else POLL_S
         async with self._link_changes() as changed:
@@ -125,8 +129,9 @@ class RouterDriver(FromOptions):
                     await within(self._clock, min(pause_s, left_s), changed.wait())
 
     async def find(self, hops: Collection[NextHop], limit_s: float) -> frozenset[NextHop]:
-        """Clear the neighbours on these interfaces, resolve them again, and return the next hops whose gateway answers
-        within `limit_s`. Later packets to them need no resolution."""
+        """Clear the neighbour entries on the interfaces of these next hops, resolve their gateways again, and return
+        the next hops whose gateway answers within `limit_s` seconds. Later packets to these next hops need no address
+        resolution."""
         wanted = frozenset(hops)
         if not wanted:
             return wanted
@@ -149,7 +154,7 @@ class RouterDriver(FromOptions):
         await self._wire.close()
 
     def _check(self, changes: Sequence[RouteChange]) -> None:
-        """Raise Permanent with all changes that exceed the router's limits."""
+        """Raise Permanent, listing all faults, if changes exceed the router's limits or a prefix is changed twice."""
         can = self._wire.capabilities
         prefixes = [change.prefix for change in changes]
         wrong = [f"{prefix} is changed twice" for prefix in sorted(set(prefixes)) if prefixes.count(prefix) > 1]
@@ -165,7 +170,8 @@ class RouterDriver(FromOptions):
         return await self._command("read routes", self._wire.read_routes())
 
     async def _missing(self, changes: Sequence[RouteChange], why: str) -> tuple[RouteChange, ...]:
-        """Return the changes that the router does not show, after the time that it may take to install them."""
+        """Return the changes that are not in effect on the router after the time that it may need to install them.
+        Raises OutcomeUnknown if the router cannot be read."""
         until_s = self._clock.now_s() + (INSTALL_S if self._wire.capabilities.installs_later else 0.0)
         while True:
             try:
@@ -182,7 +188,8 @@ class RouterDriver(FromOptions):
             await self._clock.sleep(POLL_S)
 
     async def _command(self, name: str, verb: Awaitable[T], late: type[OutcomeUnknown] | None = None) -> T:
-        """Return the method's result. If it does not come in time, raise `late` if given, otherwise Retryable."""
+        """Return the result of a call of the wire. If it takes longer than the limit, raise `late` if given, otherwise
+        Retryable. Add the router's name to errors."""
         try:
             return await within(self._clock, self._command_s, verb)
         except TimeoutError as error:
@@ -209,7 +216,8 @@ class RouterDriver(FromOptions):
 
     @asynccontextmanager
     async def _link_changes(self) -> AsyncIterator[asyncio.Event]:
-        """Yield an event that is set when the router reports an interface change; never set without `link_events`."""
+        """Provide an event that is set when the router reports a change of an interface. It is never set if the router
+        does not report changes."""
         changed = asyncio.Event()
         if not self._wire.capabilities.link_events:
             yield changed
@@ -232,10 +240,11 @@ class RouterDriver(FromOptions):
 def make_driver(
     name: str, router: str, options: Mapping[str, Any] | None = None, clock: Clock | None = None
 ) -> RouterDriver:
-    """Return a driver of type `name` for the router named `router`; opens no connection.
+    """Return a driver of type `name` for the router named `router`. No connection is opened.
 
-    Raises ProblemFaults with every fault: an unknown driver (listing the known ones), unknown or missing options, and
-    invalid values."""
+    Raises ProblemFaults with every fault if the driver is unknown (the error lists the known drivers), options are
+    unknown or missing, or values are invalid.
+    """
     try:
         driver: RouterDriver = make_from_group(ENTRY_POINT_GROUP, name, router, options or {}, clock or WallClock())
     except InvalidOptions as error:

@@ -1,14 +1,16 @@
 """The driver `frr`: static routes of a router that runs FRRouting (zebra and staticd), changed by `vtysh -c`.
 
 The driver owns the static routes of the default VRF that bear its tag; a route is in place once zebra has installed all
-of it. A prefix with an untagged static route is foreign at any distance: staticd keeps one line per next hop, so
-the driver's lines would replace foreign ones. The next hops of a route change one by one, new ones before old ones, and
-zebra replaces the kernel's route each time, so that a route always exists. In between, a packet may follow either;
-neither loops, because new routes wait for those further along (see `planner/fabric/route_plan.py`). staticd has no
-weights, so next hops get equal shares.
+of it. A prefix that has a static route without this tag is foreign, whatever the distance of that route: staticd keeps
+one line per next hop, so the driver's lines would replace foreign lines. The next hops of a route change one by one,
+new ones before old ones, and zebra replaces the kernel's route each time, so that a route always exists. In between, a
+packet may follow the old or the new next hops; neither leads to a loop, because a new route is installed only after the
+routes further along its path (see `planner/fabric/route_plan.py`). staticd has no weights, so next hops get equal
+shares.
 
-staticd resolves every gateway in zebra, even one marked onlink. The router therefore needs some route that covers the
-addresses of the other routers; one to Null0 suffices: `ip route 192.0.2.0/24 Null0`."""
+staticd resolves every gateway in zebra, even one marked onlink. The router therefore needs a route that covers the
+addresses of the other routers; a route to Null0 suffices: `ip route 192.0.2.0/24 Null0`.
+"""
 
 import json
 import re
@@ -34,8 +36,8 @@ UNREACHABLE = re.compile(r"failed to connect to any daemons|staticd is not runni
 
 
 class FrrOptions(CommandOptions):
-    """Options of the driver. `tag` and `distance` apply to its static routes. `vtysh_arguments` are for daemons with
-    sockets at an unusual path."""
+    """The options of the driver `frr`. `tag` and `distance` apply to its static routes. `vtysh_arguments` are needed
+    for daemons whose sockets are at an unusual path."""
 
     tag: Annotated[int, whole(1, 2**32 - 1)] = TAG
     distance: Annotated[int, whole(1, 254)] = 1
@@ -43,7 +45,7 @@ class FrrOptions(CommandOptions):
 
 
 class FrrWire(LinuxHost):
-    """The `base.RouterWire` of a router with FRRouting. Common builds support 64 next hops."""
+    """Implements `base.RouterWire` for a router with FRRouting. Common builds of FRRouting support 64 next hops."""
 
     capabilities = RouterCapabilities(max_next_hops=64, max_weight=1, link_events=True, installs_later=True)
 
@@ -62,7 +64,7 @@ class FrrWire(LinuxHost):
         return RouteReading(route_table(routes), frozenset(foreign), idle)
 
     async def _configured(self) -> tuple[dict[str, set[tuple[str, str]]], set[str]]:
-        """Return the driver's (gateway, interface) pairs by prefix, and the foreign prefixes."""
+        """Return the (gateway, interface) pairs of the driver's static routes by prefix, and the foreign prefixes."""
         answer = await self._vtysh("staticd", "show running-config staticd")
         if answer.status or "Current configuration" not in answer.out:
             raise Retryable(f"vtysh: {answer.error_text}", RETRY_S)
@@ -97,8 +99,8 @@ class FrrWire(LinuxHost):
         return f"ip route {prefix} {gateway} {interface} tag {self._options.tag}{distance} onlink"
 
     async def _vtysh(self, daemon: str, *commands: str, is_setter: bool = False) -> CommandOutput:
-        """Send commands to one daemon. A query to all daemons would treat a missing daemon as one without
-        configuration."""
+        """Send commands to one daemon. If commands were sent to all daemons, a missing daemon could not be
+        distinguished from a daemon without configuration."""
         # ssh passes the words through another shell.
         quoted = [f"'{command}'" for command in commands] if self.shell.is_ssh else list(commands)
         words = [word for command in quoted for word in ("-c", command)]
@@ -106,7 +108,7 @@ class FrrWire(LinuxHost):
 
 
 def _installed(shown: Mapping[str, Any], tag: int) -> dict[str, set[tuple[str, str]]]:
-    """Return the (gateway, interface) pairs in use, by prefix."""
+    """Return the (gateway, interface) pairs that zebra has installed for routes with this tag, by prefix."""
     return {
         prefix: {
             (hop["ip"], hop["interfaceName"])
@@ -120,7 +122,8 @@ def _installed(shown: Mapping[str, Any], tag: int) -> dict[str, set[tuple[str, s
 
 
 def _default_vrf(configuration: str) -> list[str]:
-    """Return the lines of the default VRF. Lines of other VRFs are between `vrf NAME` and `exit-vrf`."""
+    """Return the lines of a configuration that belong to the default VRF. Lines of other VRFs are between `vrf NAME`
+    and `exit-vrf`."""
     lines, is_other = [], False
     for line in map(str.strip, configuration.splitlines()):
         is_other = (is_other or line.startswith("vrf ")) and line != "exit-vrf"

@@ -2,7 +2,8 @@
 
 The driver owns the routes of one table that bear its protocol number and metric. A foreign route to the same prefix
 with another metric coexists, and the smaller metric wins; with the same metric, the driver's route is refused. The
-router needs no daemon or library, so a command prefix (`ssh tor3`) suffices for a remote one."""
+router needs no additional daemon or library. A remote router is reached with a command prefix such as `ssh tor3`.
+"""
 
 from collections.abc import Sequence
 from ipaddress import IPv4Network
@@ -21,7 +22,8 @@ PROTOCOL = 160
 
 
 class IprouteOptions(CommandOptions):
-    """Options of the driver. `table`, `protocol` and `metric` locate and mark its routes."""
+    """The options of the driver `iproute`. Its routes are in routing table `table`, and marked by `protocol` and
+    `metric`."""
 
     table: Annotated[int, whole(1, 2**32 - 1)] = MAIN_TABLE
     protocol: Annotated[int, whole(5, 255)] = PROTOCOL
@@ -29,7 +31,8 @@ class IprouteOptions(CommandOptions):
 
 
 class IprouteWire(LinuxHost):
-    """The `base.RouterWire` of a Linux router. A weight has eight bits; 128 next hops fit into one message."""
+    """Implements `base.RouterWire` for a Linux router. A weight has eight bits, and 128 next hops fit into one netlink
+    message."""
 
     capabilities = RouterCapabilities(max_next_hops=128, max_weight=256, link_events=True)
 
@@ -74,7 +77,8 @@ def _prefix(dst: str) -> str:
 
 
 def _shares(row: dict[str, Any]) -> dict[tuple[str, str], int]:
-    """Return the weight of each next hop; empty for a route that this driver never makes (blackhole, no gateway)."""
+    """Return the weight of each next hop of a route. Empty for routes that this driver does not create, such as
+    blackholes and routes without a gateway."""
     hops = row.get("nexthops") or [row]
     if not all("gateway" in hop and "dev" in hop for hop in hops):
         return {}

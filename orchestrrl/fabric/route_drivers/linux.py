@@ -1,5 +1,5 @@
 """Run commands on a Linux router, local or remote (`ip ...`, `ip netns exec NAME ip ...`, `ssh tor3 ip ...`), and read
-its interfaces and neighbours by `ip -json`. The modules of the products handle routes."""
+its interfaces and neighbours with `ip -json`. The modules of the drivers handle routes."""
 
 import asyncio
 import json
@@ -26,21 +26,21 @@ class CommandOutput:
 
     @property
     def error_text(self) -> str:
-        """The error output on one line."""
+        """The command's error output on one line; if it is empty, the output or the exit status."""
         message = " | ".join(line.strip() for line in (self.err or self.out).splitlines() if line.strip())
         return message or f"exit status {self.status}"
 
 
 @dataclass(frozen=True, slots=True)
 class RouterShell:
-    """Runs commands on a router; `prefix` is placed before each. Callers set time limits: a cancelled command is
-    killed."""
+    """Runs commands on a router, with `prefix` before each command. Callers limit the time by cancelling a call, which
+    kills the command."""
 
     prefix: tuple[str, ...] = ()
 
     async def run(self, *command: str, stdin: str = "", is_setter: bool = False) -> CommandOutput:
-        """Run a command. Raises Permanent if the program does not exist. If the connection breaks, raises Retryable, or
-        OutcomeUnknown for a setter."""
+        """Run a command. Raises Permanent if the program cannot be run. If the connection to the router fails, raises
+        OutcomeUnknown for a setter and Retryable for other commands."""
         process = await self._start(command, stdin=asyncio.subprocess.PIPE)
         try:
             out, err = await process.communicate(stdin.encode())
@@ -64,7 +64,8 @@ class RouterShell:
 
     @property
     def is_remote(self) -> bool:
-        """True if commands run over a connection. `ip netns exec` is none, and uses status 255 for an unknown name."""
+        """True if commands run over a connection such as ssh. A prefix of `ip netns exec` is local, and exits with
+        status 255 if the namespace is unknown."""
         return bool(self.prefix) and self.prefix[0] != "ip"
 
     @property
@@ -89,7 +90,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 class LinuxHost:
-    """The methods that all Linux router wires share."""
+    """The methods that the wires of all Linux routers share."""
 
     def __init__(self, shell: RouterShell) -> None:
         self.shell = shell
@@ -115,7 +116,7 @@ class LinuxHost:
         return frozenset(hop for hop in hops if hop.way in answered)
 
     async def close(self) -> None:
-        """Do nothing, since every command is a session of its own."""
+        """Do nothing, because every command runs in a separate session."""
 
     async def show(self, *command: str) -> list[Any]:
         answer = await self.shell.run("ip", "-json", *command)
@@ -131,7 +132,8 @@ class LinuxHost:
         return rows
 
     async def batch(self, lines: list[str], *options: str) -> None:
-        """Run all lines in one command, continuing after failed lines. Raises Permanent with the router's message."""
+        """Run all lines in one `ip -batch` command, which continues after failed lines. Raises Permanent with the
+        router's message if a line failed."""
         text = "".join(f"{line}\n" for line in lines)
         answer = await self.shell.run("ip", *options, "-force", "-batch", "-", stdin=text, is_setter=True)
         if answer.status:
@@ -139,6 +141,6 @@ class LinuxHost:
 
 
 def _is_up(link: dict[str, Any]) -> bool:
-    """Return whether the link is up. With a signal alone (LOWER_UP) the kernel still drops packets: it opens the queue
-    when `operstate` changes."""
+    """Return whether the link is up and passes packets. A signal alone (LOWER_UP) is not sufficient: the kernel drops
+    packets until `operstate` changes."""
     return {"UP", "LOWER_UP"} <= set(link["flags"]) and link.get("operstate") in ("UP", "UNKNOWN")

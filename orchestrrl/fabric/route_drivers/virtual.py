@@ -1,8 +1,9 @@
-"""A simulated router: it refuses unsupported routes, forwards, and can lose its links and sessions.
+"""A simulated router that refuses unsupported routes, forwards packets, and can lose its links and sessions.
 
-`VirtualRouter` is the device and answers where a packet goes. `VirtualRouterWire` is a session with it.
-`VirtualRouterDriver` is the driver `virtual`. `join` connects two routers, as a circuit does, and `part` disconnects
-them."""
+`VirtualRouter` is the device, which determines the next hops of packets. `VirtualRouterWire` is a session with the
+device. `VirtualRouterDriver` is the driver `virtual`. `VirtualRouter.join` connects two routers, as a circuit does, and
+`part` disconnects them.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
@@ -37,7 +38,8 @@ class RouterFault:
 
 
 class VirtualRouter:
-    """The device: interfaces, a routing table, and the router at the far end of each interface."""
+    """A simulated router with interfaces, a routing table, and a reference to the router at the far end of each
+    interface."""
 
     def __init__(self, address: str, interfaces: Iterable[str]) -> None:
         self.address = address
@@ -66,7 +68,7 @@ class VirtualRouter:
         self.changed.set()
 
     def inject(self, fault: RouterFault) -> None:
-        """Cause the fault now, or with the next change."""
+        """Cause the fault at once or, for a broken connection, with the next change."""
         if fault.kind in (RouterFaultKind.LINK_DOWN, RouterFaultKind.LINK_UP):
             self.set_signal(fault.interface, fault.kind is RouterFaultKind.LINK_UP)
         elif fault.kind is RouterFaultKind.FOREIGN_ROUTE:
@@ -77,14 +79,15 @@ class VirtualRouter:
             self.pending.append(fault.kind)
 
     def ways(self, destination: str) -> tuple[NextHop, ...]:
-        """Return the next hops for an address, from the longest matching prefix; () without a route."""
+        """Return the next hops of the route to an address, by the longest matching prefix; () if there is no route."""
         holding = [route for prefix, route in self.routes.items() if IPv4Address(destination) in IPv4Network(prefix)]
         if not holding:
             return ()
         return max(holding, key=lambda route: IPv4Network(route.prefix).prefixlen).next_hops
 
     def answering(self, hop: NextHop) -> "VirtualRouter | None":
-        """Return the router that receives a packet sent to this next hop; None if the far end is another router."""
+        """Return the router that receives a packet sent to this next hop; None if the link is down or the router at its
+        far end has another address."""
         if hop.interface not in self.far_end or not self.signal[hop.interface]:
             return None
         far, _ = self.far_end[hop.interface]
@@ -92,7 +95,7 @@ class VirtualRouter:
 
 
 class VirtualRouterWire:
-    """A session with a `VirtualRouter`: its `base.RouterWire`."""
+    """Implements `base.RouterWire` as a session with a `VirtualRouter`."""
 
     def __init__(self, device: VirtualRouter, clock: Clock, capabilities: RouterCapabilities) -> None:
         self.capabilities = capabilities
@@ -117,8 +120,8 @@ class VirtualRouterWire:
             raise Permanent(f"NO SUCH INTERFACE OR NO SIGNAL: {', '.join(map(str, refused))}")
 
     def _take(self, change: RouteChange) -> bool:
-        """Apply a change if all its next hops use existing interfaces, as a kernel does; return whether it was
-        applied."""
+        """Apply a change if all of its next hops use existing interfaces, as a kernel does. Return whether the change
+        was applied."""
         if change.route is None:
             self._device.routes.pop(change.prefix, None)
         elif change.route.interfaces <= set(self._device.signal):
@@ -145,7 +148,7 @@ class VirtualRouterWire:
         return frozenset(hop for hop in hops if self._device.answering(hop))
 
     async def close(self) -> None:
-        """Do nothing, since there is no connection."""
+        """Do nothing, because there is no connection to close."""
 
     def _check(self) -> None:
         if not self._device.is_reachable:

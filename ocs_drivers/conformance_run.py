@@ -158,7 +158,7 @@ class PortFence:
 
 
 class FencedDriver:
-    """An OcsDriver that shows and changes only circuits between the ports of its fence."""
+    """An OcsDriver that shows and changes only circuits between the ports of its `PortFence`."""
 
     def __init__(self, driver: OcsDriver, fence: PortFence) -> None:
         self.device = driver.device

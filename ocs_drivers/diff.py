@@ -138,7 +138,7 @@ def revert_steps(
 
 
 def compare(diff: CircuitDiff, reading: CrossConnectReading) -> Verification:
-    """Compare a device's reading with the state that the diff requires."""
+    """Return the differences between a device's reading and the state that the diff requires."""
     seen = {circuit.cross_connect: circuit for circuit in reading.circuits}
     wanted = [pair for pair in diff.add if pair in seen]
     return Verification(

@@ -407,7 +407,8 @@ class SwitchDriver:
             await self._clock.sleep(min(pause_s, until_s - now_s))
 
     async def _settle(self, progress: CommitProgress) -> CrossConnectReading:
-        """Read the device until every commanded circuit is in place or the time limit is reached."""
+        """Read the device until every commanded circuit is in place or the time limit is reached. Return the last
+        reading."""
         facts = await self.facts()
         tune_s = self._limits.tune_s or max(1.0, 10 * facts.reconfiguration_s)
         began_s = self._clock.now_s()

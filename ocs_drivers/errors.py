@@ -67,11 +67,11 @@ class DriverFaults(DriverPermanent):
 
 
 class InvalidChange(DriverFaults):
-    """The change is malformed for this device, for example a port that does not exist or is named twice."""
+    """The change is malformed for this device, for example because a port does not exist or is named twice."""
 
 
 class InvalidOptions(DriverFaults):
-    """The driver cannot be made from these options."""
+    """The options for a driver are invalid."""
 
 
 class CircuitConflict(DriverFaults):

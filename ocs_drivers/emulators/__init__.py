@@ -1,2 +1,2 @@
-"""Emulators of real switches: servers of their protocols on real sockets, quirks included, for development and
-tests."""
+"""Emulators of real switches, for development and tests: servers that implement the switches' protocols and their
+quirks on real sockets."""

@@ -199,7 +199,7 @@ class NetconfDatastores:
         self._candidate = None
 
     async def set_ports(self, request: Element, command: str) -> None:
-        """Carry out the RPC port-set-state."""
+        """Carry out the RPC port-set-state, which enables and disables ports."""
         asked: dict[str, list[object]] = {}
         for leaf in request:
             asked.setdefault(local(leaf), []).append((leaf.text or "").strip())

@@ -1,4 +1,4 @@
-"""Time as an argument: the wall clock in production, a virtual clock in simulations and tests."""
+"""Clocks that are passed as arguments: the wall clock in production, a virtual clock in simulations and tests."""
 
 import asyncio
 import heapq

@@ -13,14 +13,14 @@ MetricValue = float | None | Mapping[Any, float | None]
 def labelled_gauge(
     name: str, text: str, labels: Labels, values: Iterable[tuple[Labels, float | None]]
 ) -> GaugeMetricFamily:
-    """Return a gauge with one sample per (label values, value) pair; a value of None is omitted."""
+    """Return a gauge with one sample per (label values, value) pair; pairs with value None are omitted."""
     return _filled(GaugeMetricFamily(name, text, labels=_several(labels)), values)
 
 
 def labelled_counter(
     name: str, text: str, labels: Labels, values: Iterable[tuple[Labels, float | None]]
 ) -> CounterMetricFamily:
-    """Return a counter with one sample per (label values, value) pair; a value of None is omitted."""
+    """Return a counter with one sample per (label values, value) pair; pairs with value None are omitted."""
     return _filled(CounterMetricFamily(name, text, labels=_several(labels)), values)
 
 

@@ -158,8 +158,9 @@ class CircuitCoordinator:
         return last
 
     def override(self, period: str, reason: str, ttl_s: float, job: str = "") -> FabricControl:
-        """Use the circuits of this period from now on, whatever periods are announced, until the override ends. Raises
-        Permanent if no intent is known for the period, and ProblemFaults if `ttl_s` is invalid."""
+        """Use the circuits of this period from now on, instead of those of other periods in its lane, until the
+        override ends. Raises Permanent if no intent is known for the period, and ProblemFaults if `ttl_s` is
+        invalid."""
         intent = self._book.intent(period, job)
         control = self.overrides.override(period, reason, ttl_s, intent.job)
         self.expect(intent)

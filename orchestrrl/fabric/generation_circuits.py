@@ -116,7 +116,7 @@ class GenerationCircuits:
         return await self._announce(engines, boundary=True, within_s=within_s)
 
     def _missed(self) -> bool:
-        """Return whether the last announced generation period ended for lack of a boundary."""
+        """Return whether the last announced period of generation ended because it had no boundary."""
         latest = next((each for each in self._fabric.reports(LOOKED_BACK) if each.period == PERIOD), None)
         return latest is not None and latest.over and latest.code == NO_BOUNDARY
 

@@ -130,7 +130,7 @@ class Rerouting:
         return self.routed
 
     def _took(self, links: Iterable[RoutedLink], moved: _Moved, left_out: Mapping[RoutedLink, str]) -> RoutedCircuits:
-        """Record that packets use these links now."""
+        """Record that packets use these links now, and return the new routing."""
         at_s, ways = self._clock.now_s(), moved.plan
         routed = RoutedCircuits(
             at_s, tuple(sorted(links)), left_out, moved.failed, ways.unreachable, ways.on_packet_side

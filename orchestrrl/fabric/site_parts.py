@@ -95,7 +95,7 @@ class ReservedPart(Section):
 
 
 class SitePart(Section):
-    """The document of a site, with all its parts."""
+    """The whole document of a site."""
 
     link_gbps: Gbps
     nic_gbps: Gbps

@@ -47,7 +47,7 @@ class StageFailed:
 
     @property
     def state(self) -> PeriodState:
-        """The state of the period if planning again does not help."""
+        """The final state of the period if further attempts fail as well."""
         return PeriodState.FAILED if self.code == "switch_failed" else PeriodState.KEPT
 
 
@@ -301,7 +301,8 @@ class StageCommitter:
         return outcome, SwitchTimes(OcsId(outcome.switch), max(0.0, elapsed_s - device_s), device_s, 0.0)
 
     def _suspects(self, stage: TransitionStage, outcomes: Iterable[_Timed | BaseException]) -> frozenset[Port]:
-        """Return the ports of circuits that should have come up but did not, even if their switch reports no fault."""
+        """Return the ports of circuits that should have come up but did not. These ports may be defective even if their
+        switch reports no fault."""
         found: set[Port] = set()
         for each in outcomes:
             if isinstance(each, BaseException) or each[0].done:

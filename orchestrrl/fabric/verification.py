@@ -68,7 +68,7 @@ class FabricVerifier:
 
     async def verify(self, walk: bool) -> VerificationReport:
         """Verify circuits and fibres. Raises Permanent if a walk is requested while the fabric is not paused or no ToRs
-        are configured, and OrchestrRLError if a switch or router cannot be changed."""
+        are configured, and OrchestrRLError if an operation on a switch or router fails."""
         if walk and self.routing is None:
             raise Permanent("a walk needs the signals of the ToRs: list them in fabric.routers")
         if walk and self.pause_registry.hold(PauseScope.FABRIC) is None:

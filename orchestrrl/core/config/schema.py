@@ -156,7 +156,7 @@ class EngineSettings(Section):
 
 
 class KvConnector(StrEnum):
-    """The KV connector of the engines that gateways support."""
+    """The KV connectors of engines that gateways support."""
 
     KV_HANDOVER = "kv_handover"  # OrchestrRL's own, see docs/kv-handover.md
 
@@ -281,7 +281,8 @@ class SwitchSettings(Section):
 
 
 class LimitSettings(Section):
-    """Limits on what the daemon accepts and stores. Input beyond a limit is refused with the setting's name."""
+    """Limits on what the daemon accepts and stores. Input that exceeds a limit is rejected with an error that names the
+    setting."""
 
     message_bytes: Annotated[
         int, AfterValidator(require(lambda value: 65536 <= value < 2**31, ">= 65536 and < 2**31"))

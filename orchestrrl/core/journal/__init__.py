@@ -1,1 +1,1 @@
-"""The append-only record of inputs, decisions and outcomes, in SQLite."""
+"""The journal: an append-only record of inputs, decisions and outcomes, in SQLite."""

@@ -122,10 +122,10 @@ class SwitchDriver:
         self._is_open = False
         self._facts: SwitchFacts | None = None
         self._ownership = Ownership()
-        self._trial: Unconfirmed | None = None  # lists what commits of its diff had to do; only that is reverted
+        self._trial: Unconfirmed | None = None  # the pairs that its commits changed; only these are reverted
         self._trial_diff: CircuitDiff | None = None
         self._timer: asyncio.Task[None] | None = None  # reverts the change on trial
-        self._last_trial = ""  # its outcome, for a confirmation that comes too late
+        self._last_trial = ""  # the last trial's outcome, for a late confirmation
         self._confirmed: int | None = None  # the revision of the last trial, if it was confirmed
         self._listeners: list[asyncio.Queue[SwitchEvent | None]] = []
 
@@ -464,7 +464,7 @@ class SwitchDriver:
             return DriverOutcomeUnknown if is_setter and is_sent else otherwise
 
         async with self._session:
-            is_sound = False  # any other end leaves the session in the middle of an exchange
+            is_sound = False  # on an error, the session may be in the middle of an exchange
             try:
                 if not self._is_open:
                     await within(self._clock, self._limits.command_s, self._wire.open())

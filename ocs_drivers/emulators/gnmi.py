@@ -76,7 +76,7 @@ def openconfig(panel: DevicePanel, clock: DeviceClock | None = None, **given: An
 
 @dataclass(frozen=True, slots=True)
 class RelayedConnection:
-    session: int  # of the device: closed once it has restarted
+    session: int  # the device's session number, which is no longer valid after a restart
     writers: tuple[asyncio.StreamWriter, asyncio.StreamWriter]
 
     def abort(self) -> None:

@@ -42,9 +42,9 @@ class GnmiRefusal(Exception):
 class GnmiTarget(ABC):
     """An emulated device whose circuits are configured in one subtree and reported in another."""
 
-    models: dict[str, str]  # by name, with their versions
-    origins: frozenset[str]  # of paths
-    keeps_leftovers = False  # circuits that the hardware refused stay ordered
+    models: dict[str, str]  # versions by name
+    origins: frozenset[str]  # accepted origins of paths
+    keeps_leftovers = False  # circuits that the hardware refused stay in the configuration
     refused_as = grpc.StatusCode.ABORTED  # status for refusals by the hardware
 
     def __init__(self, facts: SwitchFacts, panel: DevicePanel, clock: DeviceClock | None) -> None:

@@ -37,10 +37,10 @@ class NetconfServerSession:
     """One SSH connection of a client, with its NETCONF session."""
 
     id: int
-    number: int  # of the device: closed once it has restarted
+    number: int  # the device's session number, which is no longer valid after a restart
     connection: socket.socket
     transport: paramiko.Transport
-    answers: set[Any] = field(default_factory=set)  # futures for which its thread waits
+    answers: set[Any] = field(default_factory=set)  # futures for which the session's thread waits
 
     def is_open(self) -> bool:
         """Return whether the kernel considers the connection open. The kernel registers a close before any thread of

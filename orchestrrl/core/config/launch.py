@@ -54,22 +54,22 @@ class LaunchSettings(Section):
     """Settings for starting engines. Paths are paths on the engines' machines."""
 
     engine: Annotated[EngineProduct, Field(strict=False)] = EngineProduct.VLLM
-    # of the engines' own environment; default: python3, and the daemon's Python for simulated engines
+    # the Python of the engines' environment; default: python3, or the daemon's Python for simulated engines
     python: Name | None = None
     model: Name | None = None  # a name or a folder; not needed for simulated engines
     served_model_name: Name | None = None  # default: the model's name
     device: Annotated[EngineDevice, Field(strict=False)] = EngineDevice.CUDA
     cores_per_gpu: NonNegativeInt = 0  # CPU only: cores per GPU id; 0: not bound
     host: Name = "127.0.0.1"
-    # First and last port. Each GPU of a node has four ports; an engine uses those of its lowest GPU.
+    # First and last port. Each GPU of a node has four ports; an engine uses the ports of its lowest GPU.
     ports: Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)] = (8100, 8199)
     nodes: Words = ()  # addresses, in the order of GPUs
     arguments: Words = ()
     environment: dict[str, str] = Field(default_factory=dict)
     # by id: additional or different settings
     configurations: dict[Name, ConfigurationLaunch] = Field(default_factory=dict)
-    kv_directory: Name | None = None  # for kv_transfer.connector: has a folder for each configuration
-    weight_backend: bool = False  # vLLM: weight versions are verified while loading, and can be read back
+    kv_directory: Name | None = None  # for kv_transfer.connector; contains a folder for each configuration
+    weight_backend: bool = False  # vLLM only: weight versions are verified during loading and can be read
 
     @field_validator("ports")
     @classmethod
@@ -83,24 +83,24 @@ class Standby(StrEnum):
     """The treatment of engines that a redeployment replaces and that support sleep mode."""
 
     STOP = "stop"
-    KEEP = "keep"  # asleep, so that a later redeployment can wake them
+    KEEP = "keep"  # they sleep, so that a later redeployment can wake them
 
 
 class DeployerSettings(Section):
     """The choice of the component that starts and stops engines, and the time limits of a redeployment's steps."""
 
     product: Name = "local"
-    options: dict[str, Any] = Field(default_factory=dict)  # specific to the product
+    options: dict[str, Any] = Field(default_factory=dict)  # options of the deployer product
     name: Name = "orchestrrl"  # name of the fleet, which marks its engines on machines shared between fleets
     folder: Name = "orchestrrl-engines"  # for records and logs
     standby: Annotated[Standby, Field(strict=False)] = Standby.STOP
-    drain_within_s: NonNegativeFloat = 30.0  # for requests that cannot move to finish
+    drain_within_s: NonNegativeFloat = 30.0  # time for requests that cannot move to finish
     stop_within_s: PositiveFloat = 60.0
     start_within_s: PositiveFloat = 60.0
-    ready_within_s: PositiveFloat = 600.0  # from its start until an engine answers
-    load_within_s: PositiveFloat = 300.0  # weights
-    check_within_s: PositiveFloat = 120.0  # warm-up, verification
-    # A new engine must assign similar probabilities to the old ones' answer: mean difference of log-probabilities over
-    # this many tokens.
+    ready_within_s: PositiveFloat = 600.0  # from an engine's start until it answers
+    load_within_s: PositiveFloat = 300.0  # time limit for loading weights
+    check_within_s: PositiveFloat = 120.0  # time limit for warm-up and verification
+    # A new engine must assign similar probabilities to an answer of the old engines: limit for the mean difference of
+    # log-probabilities over this many tokens.
     compare_tokens: PositiveInt = 16
     compare_nats: PositiveFloat = 0.1

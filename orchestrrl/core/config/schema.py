@@ -76,11 +76,11 @@ class FastSettings(SectionWithFormer):
     # packing: end times that differ by at most this share of the time until the last are left unchanged
     tolerance: Annotated[float, AfterValidator(require(lambda value: 0 <= value < 1, ">= 0 and < 1"))] = 0.05
     theta: NonNegativeFloat = 0.0002  # spread of the load index (equation 5) that is left unchanged
-    max_moves_per_tick: PositiveInt = 8  # concurrent, in total: further moves wait for their results
+    max_moves_per_tick: PositiveInt = 8  # concurrent moves in total; further moves wait for results
     max_moves_to_engine: PositiveInt = 4  # concurrent moves of running requests to one engine
     max_moves_per_request: NonNegativeInt = 4
-    rest_after_move_s: NonNegativeFloat = 10.0  # time for which a moved request stays, unless its engine stalls
-    # without known lengths: free KV reserved for each running request to grow
+    rest_after_move_s: NonNegativeFloat = 10.0  # a moved request stays for this time, unless its engine stalls
+    # if lengths are unknown: free KV reserved for the growth of each running request
     headroom_tokens: NonNegativeInt = 128
     stale_after_s: PositiveFloat = 5.0
     operation_expiry_s: PositiveFloat = 10.0
@@ -100,7 +100,7 @@ class SlowSettings(Section):
     work_budget: PositiveInt | None = 100_000  # limit of the solver's search; null: chosen by the solver
     # of lengths; other values serve comparisons
     knowledge: Annotated[Knowledge, Field(strict=False)] = Knowledge.FORECAST
-    correct_predictions: bool = True  # by the outcomes of earlier steps
+    correct_predictions: bool = True  # correct predictions by the outcomes of earlier steps
 
 
 class GpuSettings(Section):
@@ -120,7 +120,7 @@ class ConfigurationSettings(Section):
     max_sequences: PositiveInt
     prefill_tokens_per_s: PositiveFloat
     switch_s: NonNegativeFloat
-    parallelism: ParallelismSection | None = None  # None: TP over all GPUs
+    parallelism: ParallelismSection | None = None  # None: tensor parallelism over all GPUs
 
     @model_validator(mode="after")
     def _takes_its_gpus(self) -> Self:
@@ -165,15 +165,15 @@ class KvTransfer(Section):
     """Enables engines to transfer the KV cache of running requests to each other. Costs that are not set here must be
     in the profile's `moves`."""
 
-    # All engines have it, those of one configuration with a common directory. None: KV transfer is only priced in
-    # plans.
+    # All engines use this connector; engines of one configuration share a directory. None: KV transfer is only priced
+    # in plans.
     connector: Annotated[KvConnector, Field(strict=False)] | None = None
     # Name of the weights that all engines have. KV of another name is never used: the name must change with the
     # weights.
     weights: Name = "initial"
 
     inter_node_gbps_per_gpu: PositiveFloat | None = None
-    intra_node_gbps_per_gpu: PositiveFloat | None = None  # default: as between nodes
+    intra_node_gbps_per_gpu: PositiveFloat | None = None  # default: as for inter_node_gbps_per_gpu
     latency_s: NonNegativeFloat | None = None
     kv_bytes_per_token: PositiveFloat | None = None
 
@@ -220,20 +220,20 @@ class RouterSettings(Section):
     tor: Name
     driver: Name
     options: dict[str, Any] = Field(default_factory=dict)
-    address: Name  # the router's own, answered on every interface
-    prefixes: tuple[Name, ...] = Field(default=(), strict=False)  # of the hosts behind it
-    interfaces: tuple[Name, ...] = Field(strict=False)  # of its fibres, in the order of the site's file
+    address: Name  # the router's address, for which it answers on every interface
+    prefixes: tuple[Name, ...] = Field(default=(), strict=False)  # prefixes of the hosts behind the router
+    interfaces: tuple[Name, ...] = Field(strict=False)  # interfaces of its fibres, in the order of the site's file
     packet_side: PacketSideSettings | None = None
 
 
 class ReroutingSettings(Section):
     """Settings for changes of the routers' routes."""
 
-    link_up_s: NonNegativeFloat = 2.0  # how long to wait for light, once switches are done
-    neighbour_s: NonNegativeFloat = 1.0  # then, for the ToR at the far end to answer
-    settle_s: NonNegativeFloat = 0.002  # for packets in transit on a circuit whose routes were removed
-    poll_s: PositiveFloat = 5.0  # between checks for dark links and failed routers
-    # The cost of the packet side as a number of circuits in a row; null: packets use it only without circuits.
+    link_up_s: NonNegativeFloat = 2.0  # time limit for light after the switches have changed
+    neighbour_s: NonNegativeFloat = 1.0  # time limit for the answer of the ToR at the far end
+    settle_s: NonNegativeFloat = 0.002  # wait for packets in transit on a circuit whose routes were removed
+    poll_s: PositiveFloat = 5.0  # interval of checks for dark links and failed routers
+    # The cost of the packet side as a number of successive circuits; null: packets use it only if no circuits exist.
     packet_hops: PositiveInt | None = None
 
 
@@ -249,9 +249,9 @@ class FabricSettings(Section):
     # Sum over the ranks. A rank's risk is never below 0.5 %, so with many ranks `quantile` is not guaranteed.
     most_risk: Annotated[float, Field(gt=0, le=1)] = 1.0
     margin_s: NonNegativeFloat = 0.005
-    within_s: PositiveFloat = 30.0  # how long a period waits for its windows
-    boundary_within_s: PositiveFloat = 60.0  # the same, if the job is idle in the meantime
-    min_fraction: Share = 0.5  # of its circuits that an endpoint keeps at every point of a change
+    within_s: PositiveFloat = 30.0  # time for which a period waits for its windows
+    boundary_within_s: PositiveFloat = 60.0  # the same for a boundary, where the job is idle
+    min_fraction: Share = 0.5  # fraction of its circuits that an endpoint keeps at every point of a change
     max_moves_per_stage: PositiveInt = 1024
     # From link up until packets use it: used if routers follow links on their own (none listed here), and otherwise
     # until it is measured.
@@ -261,14 +261,14 @@ class FabricSettings(Section):
     # If this names a model (see planner/cost/models.py), Gen's circuits follow each redeployment.
     model: Name | None = None
     first_fleet_gpu: NonNegativeInt = 0  # the site's number of the fleet's GPU 0
-    tokens_per_period: PositiveFloat = 1e6  # that an engine decodes between them
+    tokens_per_period: PositiveFloat = 1e6  # tokens that an engine decodes between redeployments
 
 
 class CircuitOwnership(StrEnum):
     """The circuits of a switch that the daemon may remove."""
 
-    MADE = "made"  # those that this daemon made or an operator took over
-    ALL = "all"  # all: the switch has no other users
+    MADE = "made"  # circuits that this daemon made or an operator took over
+    ALL = "all"  # all circuits: the switch has no other users
 
 
 class SwitchSettings(Section):

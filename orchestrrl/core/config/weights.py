@@ -19,8 +19,8 @@ _Share = Annotated[float, AfterValidator(require(lambda value: 0 < value <= 1, "
 
 
 class InstallWhen(StrEnum):
-    AT_ONCE = "at_once"  # the pause barrier is closed for it as soon as all peers have all bytes
-    NEXT_PAUSE = "next_pause"  # engines install it when the pause barrier closes next
+    AT_ONCE = "at_once"  # the pause barrier is closed for the install as soon as all peers have all bytes
+    NEXT_PAUSE = "next_pause"  # engines install the weights when the pause barrier closes next
 
 
 class ProbeSettings(Section):
@@ -47,7 +47,7 @@ class NetworkSettings(Section):
     their NICs."""
 
     link_gbps: PositiveFloat = 100.0
-    nic_gbps: PositiveFloat = 100.0  # of a peer that does not report it
+    nic_gbps: PositiveFloat = 100.0  # for peers that do not report their NIC rate
     pods: Annotated[tuple[PodCircuits, ...], Field(strict=False)] = ()
     tors: Annotated[tuple[TorCircuits, ...], Field(strict=False)] = ()
 
@@ -62,7 +62,7 @@ class NetworkSettings(Section):
 
 class WeightSettings(SectionWithFormer):
     former = ("seeds_per_pod",)
-    # In order of preference: the first that both ends of an edge support. Between CPUs the TCP transport takes 0.84 to
+    # In order of preference; an edge uses the first that both peers support. Between CPUs TCP takes 0.84 to
     # 0.93 of the time of torch's broadcast of the same bytes; point to point over gloo it takes 0.98 to 1.17.
     transports: Annotated[tuple[Name, ...], Field(strict=False, min_length=1)] = ("nccl", "tcp", "gloo")
     chunk_bytes: PositiveInt = 4 * 1024 * 1024
@@ -72,14 +72,14 @@ class WeightSettings(SectionWithFormer):
     network: NetworkSettings = NetworkSettings()
     install: Annotated[InstallWhen, Field(strict=False)] = InstallWhen.AT_ONCE  # unless the trainer specifies it
     probe: ProbeSettings | None = ProbeSettings()
-    publish_within_s: PositiveFloat = 120.0  # from the first rank's publication to the last one's
+    publish_within_s: PositiveFloat = 120.0  # from the first rank's publication to the last rank's
     stall_s: PositiveFloat = 10.0  # an edge without progress for this long is broken
-    patience_s: PositiveFloat = 30.0  # for a disconnected peer, before the sync continues without it or is aborted
+    patience_s: PositiveFloat = 30.0  # for a disconnected peer to return, before the sync continues without it or fails
     fence_within_s: PositiveFloat = 60.0
     install_within_s: PositiveFloat = 300.0
     probe_within_s: PositiveFloat = 60.0
     # The pause barrier's lease during a change of engines. If the daemon dies in the meantime, requests wait at most
     # this long for its return, because engines could have different weights until then.
     lease_s: PositiveFloat = 3600.0
-    attempts: PositiveInt = 2  # for one version: a retry reuses the bytes already received
-    slowest_edges: PositiveInt = 16  # in a report
+    attempts: PositiveInt = 2  # attempts for one version; a retry reuses the bytes already received
+    slowest_edges: PositiveInt = 16  # number of slowest edges listed in a report

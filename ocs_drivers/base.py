@@ -108,8 +108,8 @@ class OcsDriver(Protocol):
         ...
 
     async def verify(self, diff: CircuitDiff) -> Verification:
-        """Compare the device with the state that the diff requires. Circuits that the diff does not name are
-        ignored."""
+        """Return the differences between the device and the state that the diff requires. Circuits that the diff does
+        not name are ignored."""
         ...
 
     async def rollback(self, diff: CircuitDiff) -> CommitResult:

@@ -109,7 +109,7 @@ async def until(driver: OcsDriver, is_so: Callable[[CrossConnectReading], bool],
 
 
 async def next_event(events: AsyncGenerator[SwitchEvent, None], kind: EventKind) -> SwitchEvent:
-    """Return the next event of this kind."""
+    """Return the next event of this kind; events of other kinds are skipped."""
     async for event in events:
         if event.kind is kind:
             return event

@@ -81,7 +81,7 @@ class CircuitConflict(DriverFaults):
 
 @contextmanager
 def naming(device: str) -> Iterator[None]:
-    """Add the device's name to every driver error raised in the block that does not name a device."""
+    """Add the device's name to driver errors that are raised in the block and do not name a device."""
     try:
         yield
     except DriverError as error:

@@ -214,8 +214,8 @@ class EmulatedDevice:
         return self._due[0][0] - age_s if self._due else math.inf
 
     def moving_s(self) -> float:
-        """Return the seconds until the next moving mirror is in place; inf if no mirror is moving, stuck mirrors
-        excepted."""
+        """Return the seconds until the next moving mirror is in place; inf if no mirror is moving. Stuck mirrors are
+        ignored."""
         now_s = self.clock.now_s()
         return min((at_s - now_s for at_s in self._tuned_at_s.values() if at_s > now_s), default=math.inf)
 

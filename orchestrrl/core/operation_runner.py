@@ -147,8 +147,8 @@ class OperationRunner:
             self._end(opened, OperationStatus.UNKNOWN, f"withdrawn: {why}")
 
     def settle(self, evidence_of: Callable[[NodeId], OperationEvidence]) -> None:
-        """Close the operations whose outcome telemetry shows. Close operations whose outcome can no longer be
-        determined with status UNKNOWN."""
+        """Close the operations whose outcome telemetry shows. Operations whose outcome can no longer be determined are
+        closed with status UNKNOWN."""
         now_s = self._clock.now_s()
         for opened in self._open:
             node = opened.destination

@@ -262,7 +262,7 @@ class CircuitRun(Description[CircuitStep]):
         return DriverOutcomeUnknown(message, device=self.operation.switch)
 
     def _go_back(self, why: str) -> frozenset[int] | None:
-        """Store the reason for a rollback, and return None, the decision to roll back."""
+        """Store the reason for a rollback. Return None, which means that the operation is rolled back."""
         self._why, self._undoes = why, True
         return None
 

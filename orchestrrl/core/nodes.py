@@ -172,7 +172,7 @@ class NodeRegistry:
         return tuple(self._known[node] for node in sorted(self._known))
 
     def _make_room(self, node: NodeId) -> None:
-        """If the limit of nodes is reached, drop the detached node with the oldest last report. Raises LimitReached if
+        """Drop the detached node with the oldest last report if the limit of nodes is reached. Raises LimitReached if
         no node is detached."""
         if node in self._known or len(self._known) < self._most_nodes:
             return

@@ -165,7 +165,7 @@ class Rerouting:
     async def answering_routers(
         self, requested: Mapping[tuple[EndpointId, str], Collection[EndpointId]]
     ) -> dict[tuple[EndpointId, str], frozenset[EndpointId]]:
-        """For each (router, interface), return which of the requested routers answer there. Interfaces without an
+        """Return, for each (router, interface), which of the requested routers answer there. Interfaces without an
         answer are absent."""
         hops: dict[EndpointId, dict[NextHop, tuple[str, EndpointId]]] = {}
         for (name, interface), others in requested.items():

@@ -71,6 +71,6 @@ async def test_requests_to_a_serial_switch_are_sequential() -> None:
         body = '{"optical-switch:pair":{"ingress":2,"egress":18}}'
         held = asyncio.ensure_future(curl("-d", body, url))
         await emulator.device.holding_back.wait()
-        async with refusal(DriverRetryable, "cannot answer now", "another request is under way"):
+        async with refusal(DriverRetryable, "the device is unavailable", "another request is under way"):
             await driver.cross_connects()
         held.cancel()

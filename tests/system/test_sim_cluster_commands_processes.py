@@ -22,7 +22,7 @@ def test_sweep_reports_failures_and_reuses_results(in_folder: Path) -> None:
     (in_folder / "sweep.yaml").write_text(yaml.safe_dump(sweep))
     first = called("sweep", "sweep.yaml", "--out", "out", "--workers", "1", status=1)
     assert "1 of 2 points" in first.stdout
-    assert "failed: training.tp=3: training: must take all" in first.stderr
+    assert "failed: training.tp=3: training: tp * cp * pp must divide" in first.stderr
     again = json.loads(called("sweep", "sweep.yaml", "--out", "out", "--json", status=1).stdout)
     assert [point["values"] for point in again["points"]] == [{"training.tp": 4}]
     assert (

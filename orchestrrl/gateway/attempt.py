@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineAttempt:
-    """One attempt of a request on one engine. The record must have entered `backend` before."""
+    """One attempt of a request on one engine. The caller has already added the record to `backend`."""
 
     def __init__(self, record: RequestRecord, backend: EngineBackend, fleet: EngineBackends) -> None:
         self._record = record

@@ -289,7 +289,7 @@ class FieldMapping:
 
 
 def _compiled(argument: str, values: Iterable[str], names: dict[str, Any]) -> Convert:
-    """Compile a function that calls `make` with these keyword arguments and returns the result."""
+    """Compile a function of `argument` that returns `names["make"]`, called with the keyword arguments in `values`."""
     compiled: Convert = eval(f"lambda {argument}: make({', '.join(values)})", names)
     return compiled
 

@@ -190,8 +190,8 @@ def refit_curve(prior: Curve, seen: Sequence[TimedSample], weights: Floats, trus
 
 
 def _with_range(curve: Curve, most: float) -> Curve:
-    """Return the same curve with its last knot at `most` or beyond, because slopes between close knots are
-    imprecise."""
+    """Return the curve extended to `most`. The last knot is moved there instead of adding a knot, because the slope
+    between two close knots is imprecise."""
     xs, ys = curve.xs, curve.ys
     if len(xs) == 1:
         return Curve((xs[0], max(most, xs[0] + 1)), (ys[0], ys[0]))

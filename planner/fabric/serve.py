@@ -112,7 +112,7 @@ class _Search:
         return any(self._try(limit, start) for start in (largest_first, largest_first[::-1]))
 
     def _possible(self, limit_bytes: float) -> bool:
-        """Return whether enough pairs and bytes may fit under the limit; False only if this is impossible."""
+        """Return False if the required pairs and bytes cannot fit under the limit; True does not guarantee a fit."""
         if limit_bytes <= 0:
             return False
         pairs = self.least.pairs if self.bytes_first else self.score.pairs

@@ -1,11 +1,11 @@
 """The topology of each stage: the PoDs it may change, the pairs that may have circuits, and the use of spare ports.
-Section 5.2 of the paper. Has no side effects.
+The topologies follow section 5.2 of the OrchestrRL paper. This module has no side effects.
 
 | stage | touches | core | spare ports |
 |---|---|---|---|
 | Train: high bisection in a PoD, a mesh between PoDs | train PoDs | train to train | spread over all pairs of ToRs |
 | Gen: each PoD separate | gen PoDs | none | spread over all pairs of ToRs |
-| weight sync: a tree, over the core to seeds and out from them | both | train to gen | existing circuits stay |
+| weight sync: a tree across the core to seeds, then within PoDs | both | train to gen | existing circuits stay |
 
 The reserved slice of the core, which carries responses, is part of every stage's plan and identical in all of them."""
 

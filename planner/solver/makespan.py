@@ -76,7 +76,7 @@ def _raised_s(table: ProblemColumns, bound_s: float, high_s: float) -> float:
 
 
 def _readmitted(table: ProblemColumns, candidates: Sequence[FleetPlacement], bound_s: float) -> list[FleetPlacement]:
-    """Return the best candidates that admit requests in waves, with better orders of admission and levelled loads."""
+    """Return the best candidates that admit requests in waves, after improving their admission order and balance."""
     budget = table.problem.work_budget
     work = SearchBudget(WAVES_WORK + WAVES_EACH * table.count if budget is None else budget // 2)
     return sooner(table, candidates, bound_s * (1 + ENOUGH), work)

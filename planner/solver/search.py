@@ -1,6 +1,7 @@
 """Improve the placement on one fleet by local search: move requests away from the instance that finishes last.
 
-The search is deterministic: random moves out of a local optimum use a fixed seed, and a budget counts the work.
+The search is deterministic: random moves out of a local optimum use a fixed seed, and its budget is a number of
+operations, not a time.
 """
 
 import copy

@@ -88,7 +88,7 @@ def check_folder(folder: Path | None, option: str) -> None:
         with TemporaryFile(dir=there):
             pass
     except OSError as error:
-        raise ProblemFaults([f"{option}: cannot be written to: {error.strerror}, got {str(folder)!r}"]) from None
+        raise ProblemFaults([f"{option}: cannot write to {str(folder)!r}: {error.strerror}"]) from None
 
 
 def make_folder(folder: Path, option: str) -> None:

@@ -135,8 +135,8 @@ class RedeployActions:
         return self.control_plane.clock
 
     def _spec(self, engine: EngineId) -> EngineSpec:
-        """Return the engine's spec for the current direction: the old spec when undoing, otherwise the new spec, if the
-        engine has both."""
+        """Return the engine's spec. If the engine has an old and a new spec, return the old one when undoing, and the
+        new one otherwise."""
         new, old = self.redeployment.new, self.redeployment.old
         specs = (*old, *new, *self.redeployment.asleep) if self.going_back else (*new, *old, *self.redeployment.asleep)
         return next(spec for spec in specs if spec.engine == engine)

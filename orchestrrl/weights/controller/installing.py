@@ -380,5 +380,7 @@ def odd_ones(said: Mapping[EngineId, object], group: Callable[[EngineId], object
         if len(counts) > 1 and 2 * count <= len(engines):
             odd.update(dict.fromkeys(engines, "engines of one configuration do not agree"))
         else:
-            odd.update({e: f"has {said[e]}, others of its configuration {most}" for e in engines if said[e] != most})
+            odd.update(
+                {e: f"has {said[e]}, others of its configuration have {most}" for e in engines if said[e] != most}
+            )
     return odd

@@ -204,7 +204,10 @@ class EngineRepairs:
             return
         tokens = await acts.probe(engine, committed.prompt, len(expected) or 1)
         if tokens != expected:
-            raise SyncFailed("probe_differs", f"{engine} generated {tokens}, others of its configuration {expected}")
+            raise SyncFailed(
+                "probe_differs",
+                f"{engine} generated {tokens}, but other engines of its configuration generated {expected}",
+            )
 
     async def _serves(self, engine: EngineId, committed: CommittedVersion) -> None:
         acts = self._acts

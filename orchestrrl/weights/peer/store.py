@@ -45,8 +45,11 @@ class _State(OpenVersion):
 
 @dataclass(frozen=True, slots=True)
 class RememberedPeer:
-    """The state of a peer that survives its restarts, apart from versions. `installed` has the `StagedVersion.identity`
-    of the last version installed into each engine, `serving` the URL of each engine that the daemon last assigned."""
+    """The state that a peer keeps across restarts, in addition to its versions.
+
+    `installed` maps each engine to the `StagedVersion.identity` of the version last installed into it. `serving` maps
+    each engine in the daemon's last assignment to its URL.
+    """
 
     installed: dict[EngineId, str] = field(default_factory=dict)
     serving: dict[EngineId, str] = field(default_factory=dict)

@@ -67,7 +67,7 @@ def test_unwritable_folder_is_reported_before_the_run(scenario: Path, monkeypatc
     monkeypatch.setattr("orchestrrl.cli.sim.generation.TemporaryFile", full)
     monkeypatch.setattr("orchestrrl.lab.sim.rl.run.run_cluster", None)
     (fault,) = faults_of("run", scenario, "--out", scenario.parent)
-    assert fault == f"--out: cannot be written to: No space left on device, got '{scenario.parent}'"
+    assert fault == f"--out: cannot write to '{scenario.parent}': No space left on device"
 
 
 def test_failed_run_keeps_earlier_results(tmp_path: Path, scenario: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,11 @@
 """Decide one tick of the fast loop: select the workers of a snapshot, choose moves, and decide whether to make them.
 Has no side effects.
 
-`balanced_workers` selects the engines that take part; `decide_balance` chooses the moves and whether to make them.
-The daemon and the simulator call the same functions. If the step times of all engines are known, moves are chosen by
-the predicted ends of the engines (packing.py). Otherwise, or if an engine is stalled, moves are chosen by the paper's
-rule (load_index_moves.py). Both require room at the destination (kv_headroom.py) and respect move_limits.py.
+`balanced_workers` selects the engines that take part. `decide_balance` chooses the moves and decides whether to make
+them. The daemon and the simulator call the same functions. If the step times of all engines are known, moves are chosen
+by the predicted ends of the engines (packing.py). Otherwise, or if an engine is stalled, moves are chosen by the
+paper's rule (load_index_moves.py). Both require free KV at the destination (kv_headroom.py) and apply the limits of
+move_limits.py.
 """
 
 from collections import Counter
@@ -92,7 +93,7 @@ NO_POLICY = PolicyInForce("none", "nothing was decided")
 
 @dataclass(frozen=True, slots=True)
 class BalanceDecision:
-    """The result of one tick: load indices, beneficial moves, and the verdict on making them."""
+    """The result of one tick: the load indices, the beneficial moves, and the decision whether to make them."""
 
     decided_s: float
     theta: float
@@ -115,8 +116,8 @@ def balanced_workers(snapshot: Snapshot, settings: BalanceSettings, headroom: bo
     """Return the healthy engines with fresh reports that are not draining or outdated, each with its requests.
 
     An engine without fresh reports is omitted, so that a failed node does not prevent balancing of the other engines.
-    With `headroom`, free KV is reduced by `headroom_tokens` per running request, as a reserve for its growth. A rate of
-    0 during the first `stall_grace_s` of a step counts as unknown, because the engine is still prefilling.
+    If `headroom` is set, free KV is reduced by `headroom_tokens` per running request, as a reserve for its growth. A
+    rate of 0 during the first `stall_grace_s` of a step is treated as unknown, because the engine is still prefilling.
     """
     queues: dict[EngineId, tuple[list[RequestView], list[RequestView]]] = {
         engine.id: ([], []) for engine in snapshot.engines if _usable(engine, settings)
@@ -157,8 +158,8 @@ def staying(workers: Sequence[Worker]) -> frozenset[RequestId]:
 
     Moving a waiting request costs nothing, but moving a running request costs a prefill. A running request therefore
     leaves only an engine that has waiting requests, is stalled or is crowded. A crowded engine has at least
-    CROWDED_RATIO times as many requests as the emptiest engine would have after the move. Otherwise small errors in
-    measured rates would move requests back and forth.
+    CROWDED_RATIO times as many requests as the emptiest engine would have after the move. Without this rule, small
+    errors in measured rates would move requests back and forth.
     """
     fewest = min((len(worker.requests) for worker in workers), default=0)
     return frozenset(
@@ -170,7 +171,8 @@ def staying(workers: Sequence[Worker]) -> frozenset[RequestId]:
 
 
 def decide_balance(snapshot: Snapshot, settings: BalanceSettings, situation: BalanceSituation) -> BalanceDecision:
-    """Decide one tick. The moves are computed even if the verdict is Hold, so that operators can see them."""
+    """Return the decision of one tick. The moves are computed even if the decision is Hold, so that operators can see
+    them."""
     used = replace(snapshot, engines=tuple(engine for engine in snapshot.engines if _usable(engine, settings)))
     workers = balanced_workers(snapshot, settings, headroom=situation.distributions is None)
     stuck = resting(used, workers, situation.moved_s, settings.rest_after_move_s) | {
@@ -221,7 +223,7 @@ def _sources(used: Snapshot, step_times: Mapping[EngineId, StepTimeEstimates]) -
 def _judge(
     used: Snapshot, settings: BalanceSettings, situation: BalanceSituation, balance: Balance, packing: Packing | None
 ) -> Verdict:
-    """Return whether to make the moves, given a snapshot of the usable engines.
+    """Return Act if the moves should be made, otherwise Hold. `used` contains only usable engines.
 
     Codes of Hold, in the order of the checks: nothing_to_do, stale_telemetry, moves_open, awaiting_telemetry,
     planning, no_policy, no_gain | within_theta | no_feasible_move, advise_only. Codes of Act: pack | spread.
@@ -276,9 +278,9 @@ def packing_configurations(
 ) -> dict[EngineId, Configuration] | Hold:
     """Return each engine's configuration, with the KV capacity and slots that the engine reports.
 
-    `engines` are the engines of the workers. Return a Hold if packing is not possible and the paper's rule decides
-    instead: by the settings, or because a step time or a request's remaining length is unknown, or because an engine
-    is stalled, so that its end cannot be predicted.
+    `engines` are the engines of the workers. Return a Hold if the paper's rule must decide instead of packing. That is
+    the case if the settings require it, if a step time or a request's remaining length is unknown, or if an engine is
+    stalled, so that its end cannot be predicted.
     """
     if settings.policy is not FastPolicy.PACKING:
         return Hold("configured", f"fast.policy is {settings.policy}")

@@ -1,8 +1,8 @@
 """Choose destinations for the requests of engines that are being emptied. Has no side effects.
 
-A request moves to the engine with the smallest share of slots in use after the move. Engines whose free KV holds the
-context are preferred, then engines of the same pool. Waiting requests move first, because that costs nothing, then
-running requests with short contexts, which are recomputed fastest and have the most tokens left. Ids break ties.
+A request moves to the engine that has the smallest share of its slots in use after the move. Engines whose free KV
+holds the context are preferred, then engines of the same pool. Waiting requests move first, because that costs nothing,
+then running requests with short contexts, which are recomputed fastest and have the most tokens left. Ids break ties.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ def leave(
     avoid: Mapping[RequestId, Collection[EngineId]],
     excluded: Collection[RequestId] = frozenset(),
 ) -> tuple[RequestMove, ...]:
-    """Return at most `max_moves` moves of movable requests from `leaving` engines to `willing` engines.
+    """Return at most `max_moves` moves of movable requests from the engines `leaving` to the engines `willing`.
 
     `requests` are all requests in flight; they determine the load of each engine. `avoid` maps a request to the
     engines that have refused it; a request that all engines have refused may try them again. Requests in `excluded`

@@ -31,10 +31,10 @@ class LengthDistributions(Protocol):
 
 
 class ForecastKvHeadroom:
-    """Tracks the KV headroom of engines while a tick's moves are being chosen.
+    """Tracks the KV headroom of engines while the moves of a tick are chosen.
 
-    A request fits if the KV suffices in all scenarios except a share `risk` (0 <= risk < 1) of them. KV held by
-    requests that are not listed in the workers is assumed to stay in use.
+    A request fits if the KV cache does not overflow in more than a share `risk` (0 <= risk < 1) of the scenarios. KV
+    held by requests that are not listed in the workers is assumed to stay in use.
     """
 
     def __init__(self, workers: Iterable[Worker], distributions: LengthDistributions, risk: float) -> None:
@@ -89,7 +89,7 @@ class _Stay(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """One request in one scenario. Instances are ordered by `until_tokens`."""
+    """One request in one scenario. Objects are ordered by `until_tokens`."""
 
     until_tokens: int  # iterations until the request has certainly ended
     context_tokens: int

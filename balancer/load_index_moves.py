@@ -1,4 +1,5 @@
-"""Choose moves by the load index, so that no worker straggles (section 4.2 of the paper). Has no side effects.
+"""Choose moves by the load index, so that no worker falls behind the others (section 4.2 of the paper). Has no side
+effects.
 
 Requests move from the most congested worker to the least congested worker with enough free KV, for as long as the
 spread of load indices exceeds theta. Waiting requests move before running requests, short contexts first. Ids break
@@ -45,11 +46,11 @@ def decide(
     forget_stuck: bool = False,
     room: MoveLimits | None = None,
 ) -> Balance:
-    """Return the moves of one tick that reduce the spread of load indices to `theta`.
+    """Return the moves of one tick, which reduce the spread of load indices to `theta` if possible.
 
     The keyword parameters are for the live loop. At most `max_moves` moves are returned. Requests in `excluded` are not
-    moved. With `forget_stuck`, a stalled worker without a possible move is ignored, so that all other workers are still
-    balanced. Moves must satisfy the limits `room`, in addition to the rule's own check of free KV. Raises ValueError if
+    moved. If `forget_stuck` is True, a stalled worker without a possible move is ignored, so that all other workers are
+    still balanced. Moves must satisfy the limits `room` in addition to the check of free KV. Raises ValueError if
     `theta` is negative or NaN.
     """
     if not theta >= 0:
@@ -158,7 +159,8 @@ class _Load:
         """Return the load after a request of `tokens` context tokens has arrived.
 
         Return None if the context does not fit, or if it would reduce the concurrency of the present requests. A longer
-        context gives a smaller cap and a higher index, so each result also updates the bounds for other contexts.
+        context gives a smaller concurrency cap and a higher index, so each result also updates the bounds for other
+        contexts.
         """
         if tokens > self.room:
             return None
@@ -179,7 +181,7 @@ _Found = tuple[int, _Load, _Holding, _Holding]
 
 
 class _Fleet:
-    """All workers while moves are being chosen, kept in order of congestion."""
+    """The loads of all workers while moves are being chosen, sorted by congestion."""
 
     def __init__(self, listed: Sequence[Worker], excluded: AbstractSet[RequestId], room: MoveLimits | None) -> None:
         workers = sorted(listed, key=lambda worker: worker.id)
@@ -219,7 +221,8 @@ class _Fleet:
         return inf if any(load.load_index == inf for load in self._forgotten) else self.counted_spread
 
     def most_congested(self) -> _Load | None:
-        """Return the most congested worker that is not set aside, the lowest id first; None if all are set aside."""
+        """Return the most congested worker that is not set aside, or None if all are set aside. The lowest id breaks
+        ties."""
         while self._sources:
             index, position = self._sources[0]
             load = self._loads[position]
@@ -236,7 +239,8 @@ class _Fleet:
             self._forgotten.append(load)
 
     def find_move(self, source: _Load, spread: float) -> _Found | None:
-        """Return the first feasible move of the source, in order of departure. `spread` is the current spread."""
+        """Return the first feasible move away from the source, in its order of departures. `spread` is the current
+        spread."""
         if not source.stalled and isinf(spread):
             return None  # while another worker is stalled, no move from this one lowers the spread
         rest = _Rest(self._ascending, source.position)
@@ -264,8 +268,8 @@ class _Fleet:
     def _anywhere(
         self, source: _Load, departure: _Departure, left: _Holding, spread: float, rest: "_Rest"
     ) -> tuple[_Load, _Holding] | None:
-        """Return the least congested worker to which the move is feasible, with its load after the move; None if
-        none."""
+        """Return the least congested worker to which the move is feasible, with its load after the move. Return None if
+        there is no such worker."""
         context_tokens = departure[0]
         for place, room in enumerate(self._room):
             if room < context_tokens:
@@ -284,7 +288,7 @@ class _Fleet:
     def _move_to_extreme(self, source: _Load, spread: float, rest: "_Rest") -> _Found | None:
         """Return the first feasible move of a source that does not determine the spread.
 
-        For such a source, only a move that changes the index of the lowest or the highest worker can lower the spread.
+        Only a move to the worker with the lowest or the highest index can then lower the spread.
         """
         extremes = [place for place in rest.extremes if rest.least_spread(place) < spread]
         windows = [rest.window(self._loads[place]) for place in extremes]
@@ -324,7 +328,8 @@ class _Fleet:
         )
 
     def _departures(self, source: _Load) -> list[_Departure]:
-        """Return the requests that may leave: waiting before running, then short contexts first, then by id."""
+        """Return the requests that may leave. Waiting requests come before running requests, then short contexts before
+        long contexts. Ids break ties."""
         if source.departures is None:
             excluded, worker, count = self._excluded, source.worker, len(source.worker.running)
             running, waiting = source.contexts[:count], source.contexts[count:]
@@ -381,8 +386,8 @@ class _Fleet:
 class _Rest:
     """The two lowest and the two highest load indices of the workers other than the source.
 
-    These four indices give the spread after a move without a search. Only a move to one of the `extremes` changes the
-    range of the other workers' indices; after any other move, the range is still from the lowest to the highest.
+    These four indices determine the spread after any move without a search. The range of the other workers' indices
+    only changes if the destination is one of the `extremes`.
     """
 
     __slots__ = ("_highest", "_lowest", "_second_high", "_second_low", "high", "low")
@@ -403,7 +408,8 @@ class _Rest:
 
     @property
     def extremes(self) -> list[int]:
-        """The positions of the lowest and the highest worker, without duplicates; empty if there is no other worker."""
+        """The positions of the workers with the lowest and the highest index, without duplicates. Empty if the source
+        is the only worker."""
         return [place for place in dict.fromkeys((self._lowest, self._highest)) if place != NO_WORKER]
 
     def window(self, extreme: _Load) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from planner.model import EngineId, RequestId, Snapshot
 
 
 class LastMoves:
-    """The time of the latest move of each request. After a restart, no times are stored, so a request may move once too
+    """The time of the latest move of each request. The times are lost in a restart, so a request may then move once too
     early."""
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class LastMoves:
         self._moved_s.update(dict.fromkeys(requests, at_s))
 
     def within(self, rest_s: float, now_s: float) -> Mapping[RequestId, float]:
-        """Return the times of the moves in the last `rest_s` seconds, by request, and drop older moves."""
+        """Return the times of the moves in the last `rest_s` seconds by request. Older moves are deleted."""
         self._moved_s = {request: at_s for request, at_s in self._moved_s.items() if now_s - at_s < rest_s}
         return self._moved_s
 

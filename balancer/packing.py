@@ -1,4 +1,5 @@
-"""Choose moves that make the last engine finish earlier, given expected remaining lengths. Has no side effects.
+"""Choose moves that let the engine that finishes last finish earlier, given the expected remaining lengths of requests.
+Has no side effects.
 
 This is an alternative to the paper's rule (load_index_moves.py).
 
@@ -6,10 +7,10 @@ An engine whose iterations take `alpha + beta*sequences + gamma*kv_tokens` and t
 after `alpha * longest + sum(beta*r + gamma*(c*r + r*r/2))`, with context c and remaining tokens r of each request.
 
 Every engine with a long request pays `alpha * longest`, so long requests belong together, on engines with few other
-requests. The remaining length is the mean of the distribution of all outputs, given the tokens that a request has
-generated. Requests of equal age have equal expected lengths and are spread evenly. If the distribution has a heavy
-tail, older requests have more tokens left. These requests are packed on engines from which younger and waiting requests
-are moved away.
+requests. The remaining length of a request is the mean of the distribution of all outputs, given the tokens that the
+request has generated. Requests of equal age have equal expected lengths and are spread evenly. If the distribution has
+a heavy tail, older requests have more tokens left. These requests are packed on engines from which younger and waiting
+requests are moved away.
 """
 
 from bisect import insort
@@ -63,7 +64,7 @@ def pack(
     move_fixed_s: float = 0.0,
     room: MoveLimits | None = None,
 ) -> Packing:
-    """Return the moves of one tick that make the engines that finish last finish earlier.
+    """Return the moves of one tick. They let the engines that finish last finish earlier.
 
     `configurations` has each engine's step times, KV capacity and slots. `remaining_tokens` has the number of tokens
     that each request is expected to generate. Requests in `stuck` are not moved, and no request moves twice.
@@ -193,8 +194,8 @@ class _Load:
     def _end_s(self, held: "_Held", longest: float) -> float:
         """Return the seconds until all held requests have ended.
 
-        If they do not fit at once, the iterations also cover the total KV and slot usage, and the start and the end of
-        the longest waiting request.
+        If the requests do not fit at once, the number of iterations also suffices for their total KV and slot usage,
+        and for the longest waiting request to start and end.
         """
         configuration = self._configuration
         iterations = max(
@@ -241,7 +242,7 @@ class _Load:
         return _Held(work_s, kv_area, left, tokens, int(runs), tokens / left if runs else 0.0, 0.0)
 
     def _without(self, request: RequestView) -> "_Held":
-        """Return the totals without the request. `longest_waiting` does not change, which underestimates the gain."""
+        """Return the totals without the request. `longest_waiting` stays the same, so the gain is underestimated."""
         return _Held(*map(sub, self._held, self._part(request, request.state is RequestState.RUNNING)))
 
     def _with(self, request: RequestView) -> "_Held":

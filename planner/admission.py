@@ -77,7 +77,8 @@ class PlanProposal:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """The minimum gain, the maximum age of the inputs and the maximum frequency of changes."""
+    """Limits for accepting a proposal: the minimum gain, the maximum age of the inputs, and the maximum frequency of
+    changes."""
 
     epsilon_s: float
     cooldown_s: float
@@ -90,14 +91,14 @@ class AdmissionLimits:
 
 
 def judge(proposal: PlanProposal, limits: AdmissionLimits, mode: Mode, control: OperatorControl) -> Verdict:
-    """Return Act if the new makespan plus costs is below the current makespan minus epsilon, and the inputs are fresh,
-    and cooldown, mode and operator control allow the change. Otherwise return Hold.
+    """Return Act if the new makespan plus costs is below the current makespan minus epsilon, the inputs are fresh, and
+    cooldown, mode and operator control allow the change. Otherwise return Hold.
 
     Codes of Hold, in the order of the checks: nothing_to_do, stale_telemetry, the code of `underway`, pinned,
     no_step_times, infeasible, already_deployed, no_baseline, gain_too_small, gain_unsure, better_later, cooldown, the
-    code of `blocked`, advise_only. Codes of Act: gain, overridden. Only a reconfiguration can be pinned, in cooldown
-    or blocked, because moving requests leaves the deployment unchanged. An override skips the checks of the gain
-    (no_baseline to cooldown), never the checks that protect the fleet.
+    code of `blocked`, advise_only. Codes of Act: gain, overridden. The checks for pins, cooldown and `blocked` apply
+    only to a reconfiguration, because moving requests leaves the deployment unchanged. An override skips the checks of
+    the gain (no_baseline to cooldown), but never the checks that protect the fleet.
     """
     control = control.at(proposal.now_s)
     overridden = control.state is ControlState.OVERRIDDEN and proposal.reconfigures
@@ -137,7 +138,7 @@ def _ruled_out(proposal: PlanProposal, limits: AdmissionLimits, control: Operato
 
 
 def too_weak(proposal: PlanProposal, limits: AdmissionLimits) -> Hold | None:
-    """Return the reason why the proposal's gain does not justify the change; None if it does."""
+    """Return the reason why the proposal's gain does not justify the change, or None if it justifies the change."""
     gain_s = proposal.gain_s
     if gain_s is None:
         return Hold("no_baseline", "the deployed configuration is unknown, so the gain cannot be calculated")

@@ -12,8 +12,8 @@ MOST = 2.0  # limit of the correction factor, up or down: beyond it the profile 
 class Calibration:
     """Running averages of prediction errors over steps.
 
-    Within a step, each plan is weighted by the actual seconds from the plan to the end of the step, so that the last
-    plans of a step have little weight.
+    Within a step, the weight of a plan is the actual time from the plan to the end of the step. The last plans of a
+    step therefore have little weight.
     """
 
     steps: int = 0
@@ -21,8 +21,8 @@ class Calibration:
     bias: float | None = None  # mean (predicted - actual) / actual: > 0 where steps end sooner than predicted
 
     def after(self, outcomes: Iterable[tuple[float, float]]) -> "Calibration":
-        """Return a copy that includes the (predicted, actual) seconds of a step's plans, where predictions are
-        uncorrected."""
+        """Return a copy that includes the plans of one step, given as (predicted, actual) seconds. The predictions are
+        those before correction."""
         pairs = [(predicted_s, actual_s) for predicted_s, actual_s in outcomes if actual_s > 0]
         if not pairs:
             return self

@@ -1,9 +1,9 @@
 """Efficiencies and fixed times of inference engines relative to their hardware, with priors.
 
 All models share one set of constants; an engine differs from TensorRT-LLM by factors on five of them. Every constant
-has a prior: a generally known value (how close kernels come to the data sheet, how long an all-reduce takes) and the
-factor by which it may plausibly be off. `fitted.py` contains the fitted values, one set for each model left out of the
-fit.
+has a prior, which consists of a generally known value and the factor by which this value may plausibly be wrong.
+Examples are the efficiency of kernels relative to the data sheet and the latency of an all-reduce. `fitted.py` contains
+the fitted values: one set fitted on all models, and one set for each model that is left out of the fit.
 """
 
 from collections.abc import Mapping

@@ -3,7 +3,7 @@ effects.
 
 Errors are relative, so that steps of 5 ms and of 50 ms have equal weight. All coefficients are >= 0, so that a fitted
 step time never falls with load. The least squares use the active sets of Lawson and Hanson (1974), because importing
-scipy's solver takes longer than starting a daemon. Outliers (a stall, a stray request) lose their weight.
+scipy's solver takes longer than starting a daemon. Outliers, such as stalls, get little or no weight.
 """
 
 from collections.abc import Sequence
@@ -81,7 +81,8 @@ def fit_step(
     prefilled_tokens: Sequence[float] = (),
     robust: bool = True,
 ) -> StepFit:
-    """Fit a step time to the samples: affine if that suffices, otherwise with knots in the number of sequences.
+    """Fit a step time to the samples. It is affine if that is accurate enough, and otherwise has knots in the number of
+    sequences.
 
     `prefilled_tokens` has, for each sample, the mean number of tokens that a step prefilled in addition to decoding. If
     `robust` is False, outliers keep their full weight. Raises TooFewSamples if there are fewer than 3 samples (4 with
@@ -102,7 +103,7 @@ def fit_step(
 
 
 def fit_curve(seen: Sequence[TimedSample], line_is_enough: float = LINE_IS_ENOUGH) -> CurveFit:
-    """Fit a curve of seconds over sizes: a line if that suffices, otherwise with knots.
+    """Fit a curve of seconds over sizes. It is a line if that is accurate enough, and otherwise has knots.
 
     Raises TooFewSamples if all samples have the same size.
     """
@@ -118,8 +119,8 @@ def fit_curve(seen: Sequence[TimedSample], line_is_enough: float = LINE_IS_ENOUG
 def fit_rate(seen: Sequence[TimedSample]) -> tuple[float, FitError]:
     """Fit a rate in units of size per second and a fixed time per sample; return the rate and the error of the fit.
 
-    If the time hardly depends on the size, the rate is limited to the highest one that the spread of the times can
-    show. Raises TooFewSamples if all samples have the same size.
+    If the time hardly depends on the size, the rate is limited to the highest rate that can be distinguished given the
+    variation of the times. Raises TooFewSamples if all samples have the same size.
     """
     if len({item.size for item in seen}) < 2:
         raise TooFewSamples(f"a rate requires at least two sizes, got {sorted({item.size for item in seen})}")
@@ -134,9 +135,9 @@ def fit_rate(seen: Sequence[TimedSample]) -> tuple[float, FitError]:
 def refit_step(prior: EngineProfile, samples: Sequence[StepSample], weights: Floats, trust: float) -> StepFit:
     """Adjust the prior's step time to the samples. Outside their range, the step time keeps the prior's shape.
 
-    First, the whole step time is scaled to the samples. If the batch varied, the base becomes `constant + scale * prior
-    + slope * sequences`, and KV tokens get their own time. Each coefficient is pulled towards the prior with the weight
-    of `trust` samples.
+    First, the whole step time is scaled to the samples. If the batches varied, the base time becomes `constant + scale
+    * prior + slope * sequences`, and the time per KV token is fitted separately. Each coefficient is pulled towards the
+    prior with the weight of `trust` samples.
     """
     sequences, kv_tokens, step_s = _columns(samples)
     step = _scaled(prior.step, sequences, kv_tokens, step_s, weights)
@@ -170,7 +171,7 @@ def _moved(curve: Curve, constant: float, scale: float, slope: float) -> Curve:
 
 
 def refit_curve(prior: Curve, seen: Sequence[TimedSample], weights: Floats, trust: float) -> CurveFit:
-    """Adjust the prior's curve to the samples as `refit_step` adjusts a step time."""
+    """Adjust the prior's curve to the samples in the same way as `refit_step` adjusts a step time."""
     sizes = np.array([item.size for item in seen], dtype=float)
     seconds = np.array([item.seconds for item in seen], dtype=float)
     largest = float(sizes.max())
@@ -190,8 +191,8 @@ def refit_curve(prior: Curve, seen: Sequence[TimedSample], weights: Floats, trus
 
 
 def _with_range(curve: Curve, most: float) -> Curve:
-    """Return the curve extended to `most`. The last knot is moved there instead of adding a knot, because the slope
-    between two close knots is imprecise."""
+    """Return the curve extended to `most` by moving its last knot. No knot is added, because the slope of a short
+    segment is imprecise."""
     xs, ys = curve.xs, curve.ys
     if len(xs) == 1:
         return Curve((xs[0], max(most, xs[0] + 1)), (ys[0], ys[0]))
@@ -214,7 +215,8 @@ def _fit(
     """Return the coefficients >= 0 with the least relative error, with outliers downweighted if `robust`.
 
     `design` is indexed by sample and column. `prior` has the expected coefficients and their weight, as a number of
-    samples. Huber's weights are used first, as they find the bulk from any start, then Tukey's, which exclude outliers.
+    samples. Huber's weights are used first, because they converge to the majority of the samples from any start.
+    Tukey's weights follow, because they exclude outliers.
     """
     relative = design / seconds[:, None]
     given = np.ones_like(seconds) if weights is None else weights
@@ -261,7 +263,8 @@ def _weighted_median(values: Floats, weights: Floats) -> float:
 def _choose_knots(
     sizes: Floats, others: Floats, seconds: Floats, line_is_enough: float, robust: bool
 ) -> tuple[float, ...]:
-    """Return the knots: both ends, and the measured sizes between them that lower the cross-validated error enough."""
+    """Return the knots: the smallest and the largest size, and the measured sizes between them that lower the
+    cross-validated error enough."""
     seen = np.unique(sizes)
     if len(seen) == 1:
         return (float(seen[0]),)
@@ -278,7 +281,7 @@ def _choose_knots(
 
 
 def _left_out_error(design: Floats, seconds: Floats, robust: bool) -> float:
-    """Return the mean relative error on samples left out of the fit; the error of an outlier counts as at most 1."""
+    """Return the mean relative error on samples left out of the fit. The error of each sample is limited to 1."""
     fold = np.arange(len(seconds)) % FOLDS
     missed = np.empty_like(seconds)
     for number in range(min(FOLDS, len(seconds))):
@@ -325,7 +328,8 @@ def _varied_apart(sequences: Floats, kv_tokens: Floats) -> bool:
 
 
 def nonnegative_least_squares(rows: Floats, target: Floats) -> Floats:
-    """Return the x >= 0 with the least |rows @ x - target|. Raises ValueError if the iteration does not converge."""
+    """Return the vector x >= 0 that minimises |rows @ x - target|. Raises ValueError if the iteration does not
+    converge."""
     count = rows.shape[1]
     found, free, barred = np.zeros(count), np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
     rounding = 10 * max(rows.shape) * np.finfo(float).eps * np.abs(rows).sum(axis=0) * np.abs(target).max(initial=0.0)
@@ -353,7 +357,7 @@ def nonnegative_least_squares(rows: Floats, target: Floats) -> Floats:
 
 
 def _least_squares(rows: Floats, target: Floats, free: NDArray[np.bool_]) -> Floats:
-    """Return the least-squares solution over the free columns; the coefficients of the others are 0."""
+    """Return the least-squares solution over the free columns. The coefficients of all other columns are 0."""
     found = np.zeros(rows.shape[1])
     found[free] = np.linalg.lstsq(rows[:, free], target, rcond=None)[0]
     return found

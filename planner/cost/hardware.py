@@ -1,8 +1,8 @@
 """GPUs of the cost model: sizes and rates from data sheets, not from measurements.
 
 Peak rates are dense (without sparsity). `nvlink_bytes_per_s` is the rate of one direction, half of the bidirectional
-rate that vendors quote. Sources: NVIDIA's data sheets of each product; for H800 and H20 also table 2 of the RollArt
-paper (arXiv 2512.22560).
+rate that vendors quote. The numbers are from NVIDIA's data sheet of each product. Those of H800 and H20 are also from
+table 2 of the RollArt paper (arXiv 2512.22560).
 """
 
 import re
@@ -70,7 +70,8 @@ class UnknownGpu(ValueError):
 def gpu_of_product(name: str) -> GpuModel:
     """Look up a GPU by a product name as drivers report it, such as `NVIDIA A100-SXM4-80GB`.
 
-    Raises UnknownGpu unless the product name contains a known GPU's name as a whole word: GH200 is not an H200.
+    Raises UnknownGpu if the product name does not contain a known GPU's name as a whole word. For example, GH200 does
+    not match H200.
     """
     for word in re.split(r"[^a-z0-9]+", name.lower()):
         if word in GPUS:

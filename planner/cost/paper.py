@@ -113,7 +113,7 @@ def paper_engine(model: Model, host: HostFit = FITTED) -> EngineModel:
 
 
 def _provenance(model: Model, host: HostFit) -> Provenance:
-    """Return the provenance of a model's profile. Only the profile of the fitted model includes fit errors."""
+    """Return the provenance of a model's profile. It includes fit errors only for the model that was fitted."""
     detail = "data sheets, vllm constants, host time fitted to phases of Qwen2.5-14B on H800 in arXiv 2601.01209"
     if model != FITTED_MODEL:
         return Provenance(ProfileSource.ROOFLINE, FITTED_ON, f"{detail}, applied to {model.name}")
@@ -125,7 +125,8 @@ def _provenance(model: Model, host: HostFit) -> Provenance:
 
 
 def phase_seconds(profiles: Sequence[EngineProfile], host: HostFit = FITTED) -> Floats:
-    """Return the duration of both phases in seconds: the early phase of each profile, then the tail of each profile."""
+    """Return the durations of both phases in seconds: first the early phase for each profile, then the tail for each
+    profile."""
     return np.array([phase.seconds(profile) for phase in (host.early, host.tail) for profile in profiles])
 
 

@@ -1,9 +1,9 @@
 """Predict engine profiles from constants of model, GPU and engine, without measurements. Has no side effects.
 
-Data-parallel attention: each replica decodes its share of the sequences, and all replicas together hold the experts.
-AFD (attention and FFN on separate GPUs): micro-batches alternate between both sides. A layer takes the time of the
-slower side or of the links for all micro-batches, or the round trip of one micro-batch if that is longer. With few
-sequences the round trip dominates, which makes AFD slow in the tail.
+Under data-parallel attention, each replica decodes its share of the sequences, and all replicas together hold the
+experts. Under AFD (attention and FFN on separate GPUs), micro-batches alternate between both sides. A layer takes the
+time of the slower side or of the links for all micro-batches, or the round trip of one micro-batch if that is longer.
+With few sequences the round trip dominates, which makes AFD slow in the tail.
 """
 
 from collections.abc import Sequence
@@ -205,7 +205,8 @@ def _prefill_tokens_per_s(
 
 
 def _base_s(model: Model, gpu: GpuModel, parallelism: Parallelism, engine: EngineModel, precision: Precision) -> Curve:
-    """Return the seconds of one iteration over its sequences, without KV cache reads, with a knot per doubling."""
+    """Return the duration of one iteration in seconds as a curve over the number of sequences, without KV cache reads.
+    The curve has a knot at each doubling."""
     most = engine.max_sequences * attention_replicas(parallelism)
     doublings = ceil(np.log2(most))
     sequences = np.unique(np.minimum(2.0 ** np.arange(doublings + 1), float(most)))
@@ -256,7 +257,7 @@ def _afd_s(
 def _ffn_s(model: Model, gpu: GpuModel, gpus: int, c: EngineConstants, precision: Precision, batch: Floats) -> Floats:
     """Return the seconds that the FFN GPUs take for one layer, for each batch size.
 
-    Experts are distributed over these GPUs; a dense FFN is split over them.
+    Experts are distributed over these GPUs. A dense FFN is split over all of them.
     """
     weight_flops_per_s = gpu.flops_per_s(precision.weight_bits)
     params = model.dense_ffn_params / gpus

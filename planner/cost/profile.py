@@ -1,7 +1,7 @@
 """Cost profiles of engines: decode step time, prefill, KV capacity, starts and moves, with their provenance.
 
-Curves are stored as measured. The makespan solver requires step times that are affine in sequences and KV tokens, and
-uses the affine fit over the range of batches ahead in the step (`EngineProfile.configuration`).
+Curves are stored as measured. The makespan solver requires step times that are affine in sequences and KV tokens.
+`EngineProfile.configuration` fits such step times over the batch sizes that are expected in the rest of the step.
 """
 
 from bisect import bisect_right
@@ -26,7 +26,7 @@ class ProfileSource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """The source and the date of a profile's numbers, and how well its curves fit the measurements."""
+    """The source and the date of a profile's numbers, and the errors of its curves relative to the measurements."""
 
     source: ProfileSource
     date: str  # ISO 8601
@@ -125,7 +125,8 @@ class EngineProfile:
 
 
 def straight_line(curve: Curve) -> tuple[float, float] | None:
-    """Return the intercept and slope of a curve that is a straight line; None for other curves or if either is < 0."""
+    """Return the intercept and slope of the curve. Return None if the curve is not a straight line or if either value
+    is < 0."""
     if len(curve.xs) == 1:
         return curve.ys[0], 0.0
     if len(curve.xs) > 2:
@@ -170,7 +171,7 @@ class MoveCosts:
 
     @property
     def transfer_gbps(self) -> float:
-        """The rate of large transfers; 0 if the curve does not depend on the size."""
+        """The rate of large transfers in Gbps; 0 if the transfer time does not depend on the size."""
         xs, ys = self.transfer_s.xs, self.transfer_s.ys
         rises = len(xs) > 1 and ys[-1] > ys[-2]
         return (xs[-1] - xs[-2]) * 8 / (ys[-1] - ys[-2]) / 1e9 if rises else 0.0
@@ -179,7 +180,7 @@ class MoveCosts:
         """Return the equivalent prefill length as a curve over context tokens; None if the costs ignore the size.
 
         The equivalent length is the number of tokens in usual prompts that take equally long to prefill: attention
-        makes long contexts more expensive than an engine's rate suggests. It excludes the fixed time of each request,
+        makes long contexts more expensive than an engine's rate suggests. It excludes the fixed time of each move,
         because requests that move together wait for it at the same time.
         """
         first_s = self.recompute_s.at(0.0)

@@ -1,4 +1,4 @@
-"""Calculate step times from constants of GPU, model and engine: the work to read, multiply and send. Has no side
+"""Calculate step times from constants of GPU, model and engine: the time to read, multiply and send data. Has no side
 effects.
 
 `work_of` returns the work of a decode iteration and of a prefill on the busiest GPU, in seconds at the data sheet's
@@ -127,7 +127,7 @@ def link_bytes_per_s(gpu: GpuModel, gpus: int) -> float:
 def all_reduce_s_per_byte(gpu: GpuModel, gpus: int) -> float:
     """Return the time per byte of an all-reduce at peak rates, in seconds.
 
-    An all-reduce across nodes has two levels: every NIC carries its share of the node's sum.
+    An all-reduce across nodes has two levels. Between nodes, every NIC carries its share of the node's sum.
     """
     inside, nodes = min(gpus, gpu.per_node), max(1.0, gpus / gpu.per_node)
     across = 2.0 * (nodes - 1) / nodes / gpu.per_node / gpu.nic_bytes_per_s
@@ -156,7 +156,8 @@ def kv_bytes_per_gpu(model: Model, tp: int, precision: Precision) -> float:
 def weight_bytes_per_gpu(model: Model, parallelism: Parallelism, precision: Precision) -> float:
     """Return the weight bytes on each GPU.
 
-    Attention weights are split over `tp`, experts over all GPUs of the engine; both embeddings are 16-bit.
+    Attention weights are split over `tp` GPUs. Experts are split over all GPUs of the engine. Both embeddings are
+    16-bit.
     """
     dense = model.layers * (model.attention_params + model.dense_ffn_params) * precision.weight_bits / 8
     heads = model.head_params * ACTIVATION_BYTES * (1 if model.tied_embeddings else 2)
@@ -252,8 +253,8 @@ class ClosedLoop:
 
 
 def running_sequences(load: ClosedLoop, capacity_tokens: float) -> float:
-    """Return the number of sequences that decode at once: one per client, or as many as the KV cache holds if each has
-    generated half of its output."""
+    """Return the number of sequences that decode at once: one per client, but at most as many as the KV cache holds
+    when each sequence has generated half of its output."""
     return min(load.concurrency, max(1.0, capacity_tokens / (load.prompt_tokens + load.output_tokens / 2)))
 
 
@@ -266,8 +267,8 @@ def tpot_s(
 ) -> NDArray[np.float64]:
     """Return the mean time per output token of a closed loop, including the prefills of other requests.
 
-    While a request decodes, it is delayed by one prefill of every other request that is not in lockstep with it. Each
-    sequence reads `context_tokens`, its context at half of its output.
+    While a request decodes, it is delayed by one prefill of every other request, except those that are prefilled
+    together with it. Each sequence reads `context_tokens`, its context at half of its output.
     """
     own = decode_s(work, constants) + kv_s_per_token(work, constants) * context_tokens * work.sequences
     met = constants.prefill_share * np.maximum(0.0, work.sequences - constants.lockstep_sequences)

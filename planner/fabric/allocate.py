@@ -1,9 +1,9 @@
 """Choose how many circuits each pair of endpoints gets for a demand; never worse than Algorithm 3 (appendix D). Has no
 side effects.
 
-An allocation is judged by the number of pairs served, the bytes served, and the seconds of the slowest pair served. It
-is worse than another allocation if any of these three is worse. A pair without a circuit is unserved, not slow: its
-packets take several hops or the packet side."""
+An allocation is judged by the number of pairs served, the bytes served, and the seconds that the slowest served pair
+takes. It is worse than another allocation if any of these three values is worse. A pair without a circuit is unserved,
+not slow: its packets take several hops or the packet side."""
 
 import math
 from collections.abc import Mapping
@@ -63,9 +63,9 @@ class Allocation:
 def allocate(problem: AllocationProblem, *, bipartite: bool = False) -> Allocation:
     """Allocate circuits that serve at least as many pairs and bytes as Algorithm 3, with the slowest pair no slower.
 
-    Of the allocations found, the result has the most pairs, then the fewest seconds, then the most bytes. `bipartite`
-    is for demand between two sides with hot endpoints: it also tries the utilisation-aware tie-break, and ranks bytes
-    first. The amount of work is fixed, and nothing is random."""
+    Of the allocations found, the result has the most pairs, then the fewest seconds, then the most bytes. Set
+    `bipartite` for demand between two sides with hot endpoints. The utilisation-aware tie-break is then tried as well,
+    and bytes come first in the ranking. The amount of work is fixed, and nothing is random."""
     demanded, barred = _demanded(problem)
     circuits: Mapping[int, int] = by_bottleneck(demanded)
     if 0 < len(circuits) < len(demanded.pairs):  # if all are served, no allocation ends sooner

@@ -1,8 +1,8 @@
 """Find miswired cables: compare the ToRs' observations with the site's file and the switches' cross-connects. Has no
 side effects.
 
-A switch controls its mirrors, but cannot detect which fibre is plugged in. Light on a wrong fibre arrives elsewhere: an
-interface of a ToR has an unexpected signal, or an unexpected router answers at the interface."""
+A switch controls its mirrors, but cannot detect which fibre is plugged in. If a fibre is plugged in wrongly, its light
+arrives at another interface. That interface has an unexpected signal, or an unexpected router answers there."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,8 +34,9 @@ class CablingFault:
 
 @dataclass(frozen=True, slots=True)
 class ObservedCables:
-    """The ToRs' observations: the interfaces with a signal, and the routers that answer at each interface. Interfaces
-    of `silent` ToRs may have a signal or not. If switches are `unread`, unexpected light may come from them."""
+    """The ToRs' observations: the interfaces with a signal, and the routers that answer at each interface. ToRs in
+    `silent` did not report, so their interfaces may have a signal or not. Switches in `unread` were not read, so
+    unexpected light may come from them."""
 
     signals: frozenset[Interface]
     answering: Mapping[Interface, frozenset[EndpointId]]
@@ -99,9 +100,9 @@ def _strangers(ends: _Ends, seen: ObservedCables, explained: set[Interface]) -> 
 
 
 def walk(interfaces: Mapping[Port, Interface], free: Iterable[Port]) -> tuple[PortPair, ...]:
-    """Return the cross-connects to make one after the other: a ring of the free fibres on each switch. Each fibre is
-    lit together with two other fibres, of other ToRs if possible, because two swapped cables are only detected if each
-    of them is also lit with a third fibre."""
+    """Return the cross-connects to make one after the other. On each switch they form a ring of the free fibres, so
+    that each fibre is lit together with two other fibres, of other ToRs if possible. Two swapped cables are only
+    detected if each of them is also lit with a third fibre."""
     by_switch: dict[OcsId, dict[EndpointId, list[Port]]] = {}
     for port in sorted(free):
         if port in interfaces:
@@ -147,8 +148,9 @@ def traced(
 def _found(
     came: Mapping[Port, Sequence[frozenset[Interface]]], partners: Mapping[Port, Sequence[Port]]
 ) -> dict[Port, Interface]:
-    """Locate the far end of each port: the interface that is common to all lightings of the port, or the only interface
-    that remains after excluding its partner's. Ports without such an interface are omitted."""
+    """Locate the interface at the far end of each port. It is the only interface that all lightings of the port have in
+    common, or the only one that remains in a lighting when the partner's interface is excluded. Ports without such an
+    interface are omitted."""
     found: dict[Port, Interface] = {}
     for port, lit in came.items():
         some = [each for each in lit if each]

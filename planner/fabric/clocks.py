@@ -1,9 +1,9 @@
 """Estimate the offset of another host's clock, with an error bound that holds for any network delay. Has no side
 effects.
 
-Uses the four timestamps of NTP (RFC 5905, section 8), but keeps the bound with the estimate: a reply is sent after the
-request left and before it arrived, so the offset lies within half of the round trip. The ranges of several exchanges
-are intersected, each widened by the drift that is possible since the exchange."""
+The estimate uses the four timestamps of NTP (RFC 5905, section 8). The other host receives a request after it was sent,
+and sends the reply before it arrives. Each exchange therefore limits the offset to a range as wide as the round trip.
+The ranges of several exchanges are intersected, each widened by the drift that is possible since the exchange."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -53,15 +53,15 @@ class ClockOffset:
 
 @dataclass(slots=True)
 class OffsetEstimator:
-    """Estimates the clock offset of one host. If an exchange contradicts earlier exchanges, a clock was set: the
+    """Estimates the clock offset of one host. If an exchange contradicts earlier exchanges, a clock was set, and the
     earlier exchanges are dropped."""
 
     _recent: deque[ClockExchange] = field(default_factory=lambda: deque(maxlen=EXCHANGES))
     _edges: tuple[float, float] | None = None  # their intersection when the newest reply arrived
 
     def add(self, exchange: ClockExchange) -> None:
-        """Add an exchange. Exchanges must be added in order of time. An exchange that contradicts itself is ignored: a
-        clock was set while it took place."""
+        """Add an exchange. Exchanges must be added in order of time. An exchange that contradicts itself is ignored,
+        because a clock was set while it took place."""
         if exchange.most_s < exchange.least_s - _drift_s(exchange.back_s - exchange.sent_s):
             return
         self._recent.append(exchange)

@@ -1,8 +1,8 @@
-"""Convert an intent into bytes between ToRs, without side effects: AggregateDemand of Algorithm 2 in the paper.
+"""Convert an intent into bytes between ToRs (AggregateDemand of Algorithm 2 in the paper). Has no side effects.
 
-A rank maps to its GPU, the GPU's NIC (or the NIC's stand-in) and the NIC's ToR. Traffic inside a server uses NVLink;
-traffic between servers of one ToR uses its packet switch. If ToRs are rail-aligned, a message for another rail first
-crosses NVLink to the GPU of that rail (PXN in NCCL), so that it stays on the ToRs of one rail."""
+A rank maps to its GPU, the GPU's NIC (or the NIC's stand-in) and the NIC's ToR. Traffic inside a server uses NVLink.
+Traffic between servers of one ToR uses the ToR's packet switch. If ToRs are rail-aligned, a message for another rail
+first crosses NVLink to the GPU of that rail (PXN in NCCL), so that it stays on the ToRs of one rail."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ class NicMask:
 
 
 def mask_nics(site: Site, failures: FabricFailures) -> NicMask:
-    """Replace failed NICs: their traffic crosses NVLink to a healthy NIC on the same ToR if there is one, otherwise to
-    the next healthy NIC.
+    """Replace failed NICs. Their traffic crosses NVLink to a healthy NIC on the same ToR, or, if there is none, to the
+    next healthy NIC.
 
     Two failed NICs share a stand-in only if no other healthy NIC is left."""
     stand_in: dict[ServerId, tuple[int, ...]] = {}
@@ -267,9 +267,9 @@ def broadcasts_of(traffic: Traffic, placement: RankPlacement) -> RankTransfers:
     all other ranks of the group if it has no receivers.
 
     The message follows a tree of two levels (section 5.2 and appendix E of the paper). Phase A sends from the root to a
-    seed in every other PoD. Phase B sends from the seed to the other ranks of its PoD: from ToR to ToR, then below each
-    ToR and in each server. A message enters each PoD, ToR and server once. Seeds vary from group to group, so that many
-    shards form a forest over different ToRs."""
+    seed in every other PoD. Phase B sends from the seed to the other ranks of its PoD: from ToR to ToR, then to the
+    servers below each ToR, then inside each server. A message enters each PoD, ToR and server once. Seeds vary from
+    group to group, so that the trees of many shards use different ToRs."""
     sources: list[Ints] = [np.zeros(0, dtype=np.int64)]
     destinations: list[Ints] = [np.zeros(0, dtype=np.int64)]
     for number, group in enumerate(traffic.groups):

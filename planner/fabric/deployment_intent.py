@@ -1,8 +1,8 @@
 """Derive the intent of a Gen period: the traffic of the deployed engines until the next redeployment. Has no side
 effects.
 
-The volumes are those that `planner/cost/roofline.py` times: activations of every token that passes a layer. The number
-of a rank is the number of its GPU."""
+The traffic consists of the activations of every token that passes a layer, with the same volumes as in
+`planner/cost/roofline.py`. The number of a rank is the number of its GPU."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,8 +21,8 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class DeployedEngine:
-    """An engine with its layout and token volume. `gpus` are in the order of ranks: by attention replica, pipeline
-    stage, then TP rank. Under AFD, attention GPUs come before FFN GPUs."""
+    """An engine with its layout and its numbers of tokens. `gpus` are sorted by rank: by attention replica, then
+    pipeline stage, then TP rank. Under AFD, attention GPUs come before FFN GPUs."""
 
     id: EngineId
     gpus: tuple[GpuId, ...]
@@ -120,8 +120,8 @@ def _afd_traffic(
 
 
 def _all_reduce(groups: Groups, buffer_bytes: float, times: float, per_node: int) -> Iterator[Traffic]:
-    """Yield the traffic of an all-reduce: one ring if a group fits in a node, otherwise two levels, in which every NIC
-    carries its share of the node's sum."""
+    """Yield the traffic of an all-reduce. It uses one ring if a group fits in a node. Otherwise it has two levels, and
+    between nodes every NIC carries its share of the node's sum."""
     size = len(groups[0])
     if size == 1:
         return

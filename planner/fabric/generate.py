@@ -64,8 +64,8 @@ class SiteNumber:
 class SiteShape:
     """The parameters of a regular site; None means the usual value. Raises ImpossibleSite if parameters are invalid.
 
-    By default NICs, links and switches are those of the paper's simulations (section 7). ToRs have as much capacity to
-    the switches as to their servers, and a PoD's uplinks carry half of it."""
+    The default NICs, links and switches are those of the paper's simulations (section 7). By default, ToRs have as much
+    capacity to the switches as to their servers, and the uplinks of a PoD have half of that capacity."""
 
     train_pods: Annotated[int, SiteNumber("PoDs that train.", least=0)] = 1
     gen_pods: Annotated[int, SiteNumber("PoDs that generate.", least=0)] = 1
@@ -206,8 +206,8 @@ def _core_fibres(shape: SiteShape) -> Counter[int]:
 
 
 def _fewest_switches(fibres: Counter[int], radix: int, wanted: int | None) -> int | None:
-    """Return the fewest switches (or `wanted`) whose ports suffice if the fibres are spread evenly and each endpoint is
-    on each switch; None if there is no such number."""
+    """Return the smallest number of switches whose ports suffice if the fibres are spread evenly and each endpoint has
+    a fibre to each switch. If `wanted` is given, only that number is considered. Return None if no number suffices."""
     if not +fibres:
         return 0
     for switches in range(1, min(fibres) + 1) if wanted is None else (wanted,):
@@ -332,8 +332,9 @@ def _servers(shape: SiteShape, pods: Iterable[Pod], tors: Mapping[EndpointId, li
 def _switches(
     name: str, count: int, fibres: Mapping[EndpointId, int], tier: Tier, pod: EndpointId | None, device: SwitchModel
 ) -> list[Switch]:
-    """Return switches to which every endpoint is cabled, in adjacent ports. Fibres that do not divide evenly go to the
-    first switches, for all endpoints alike, so that the ports of any two endpoints match."""
+    """Return switches to which every endpoint is cabled, in adjacent ports. If an endpoint's fibres do not divide
+    evenly, the first switches get one more. This is the same for all endpoints, so that the ports of any two endpoints
+    match."""
     switches = []
     for number, id in enumerate(_names(name, count)):
         ports: dict[EndpointId, tuple[int, ...]] = {}

@@ -1,7 +1,7 @@
 """Assign ports to pairs one circuit at a time: to the bottleneck (Algorithm 3), evenly, or round-robin. Has no side
 effects.
 
-Pairs and endpoints are numbers in this module: indices into the sorted lists of a `Demanded`."""
+In this module, pairs and endpoints are represented by their indices in the sorted lists of a `Demanded`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -41,9 +41,9 @@ def by_bottleneck(demanded: Demanded) -> dict[int, int]:
 
 
 def spend(demanded: Demanded, served: Iterable[int]) -> dict[int, int]:
-    """Return the circuits per pair: one for each pair of `served`, whose ports must suffice, then repeatedly one more
-    for the slowest pair whose endpoints have free ports. No other distribution over these pairs ends sooner: see
-    `planner/fabric/serve.py`."""
+    """Return the number of circuits of each pair of `served`. Each pair first gets one circuit, for which the ports
+    must suffice. Then the slowest pair whose endpoints have free ports repeatedly gets another circuit. No other
+    distribution over these pairs ends sooner (see `planner/fabric/serve.py`)."""
     circuits = dict.fromkeys(served, 1)
     free = list(demanded.ports)
     for pair in circuits:
@@ -69,9 +69,9 @@ def spend(demanded: Demanded, served: Iterable[int]) -> dict[int, int]:
 
 
 def evenly(demanded: Demanded) -> list[int]:
-    """Return the pairs served if pairs whose endpoints are less utilised come before pairs with more bytes. This is the
-    utilisation tie-break of appendix D: hot endpoints do not take the ports that other endpoints depend on. Utilisation
-    is measured in `LEVELS` steps."""
+    """Return the pairs that are served if pairs with less utilised endpoints come before pairs with more bytes. This is
+    the utilisation tie-break of appendix D, which prevents hot endpoints from taking the ports that other endpoints
+    depend on. Utilisation is measured in `LEVELS` steps."""
     used = [0] * len(demanded.ports)
     served, waiting = [], list(demanded.largest_first)
     for level in range(1, LEVELS + 1):

@@ -119,7 +119,8 @@ class AggRoom:
         return self._tor(lane, self._stays_with)
 
     def up_to(self, lane: Lane) -> EndpointId | None:
-        """Return the ToR that the lane is connected to now; None if there is none, or that circuit cannot stay."""
+        """Return the ToR that the lane is connected to now. Return None if there is no such ToR or the ToR's port
+        cannot be used."""
         tor = self._tor(lane, self._up_with)
         return tor if tor is not None and self._up_with[lane.ends[0]][1] in self._free[lane.agg][tor] else None
 
@@ -173,7 +174,7 @@ class AggRoom:
         )
 
     def cabling_with(self, boundary: EndpointId, lanes: Iterable[Lane]) -> Cabling:
-        """Return the cabling of the free ports, with the ends of these lanes as one more endpoint."""
+        """Return the cabling of the free ports. The ends of these lanes are added as one more endpoint."""
         ports = {switch: dict(of_switch) for switch, of_switch in self.cabling().ports.items()}
         for lane in lanes:
             ports[lane.agg][lane.agg_port] = boundary

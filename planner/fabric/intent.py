@@ -1,7 +1,8 @@
 """The announced traffic of a communication period: the ranks that communicate, their primitives, and the bytes sent.
 
-A trainer announces it, or the daemon derives it from the deployment; `demand.py` converts it into bytes between
-endpoints. Section 5.3 of the paper ("intent descriptor"); the operations are those of its table 1."""
+A trainer announces the traffic, or the daemon derives it from the deployment. `demand.py` converts it into bytes
+between endpoints. An `Intent` corresponds to the intent descriptor in section 5.3 of the paper, and the operations are
+those of the paper's table 1."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

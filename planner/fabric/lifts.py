@@ -37,8 +37,8 @@ def evened_out(
     placed: PlacedCircuits, lanes: Mapping[EndpointId, Iterable[Lane]], rooms: Mapping[EndpointId, AggRoom]
 ) -> tuple[PortPair, ...]:
     """Move new circuits to the core lanes whose far ends have the most free ToR ports. The number of circuits per core
-    switch does not change. Two ToRs can only be connected on a switch where both have a port, so lifts must not exhaust
-    one switch of a PoD."""
+    switch does not change. Two ToRs can only be connected on a switch where both have a free port, so lifts must not
+    use all ports of one switch."""
     kept = frozenset(placed.kept)
     taken = {port for each in kept for port in each.sides}
     left = {switch: count for room in rooms.values() for switch, count in room.ports_on().items()}
@@ -132,7 +132,8 @@ class _Lifting:
         return True
 
     def lift(self, core: PortPair, one: _End, other: _End, allowed: Callable[[_End, EndpointId], bool]) -> bool:
-        """Lift both lanes to the allowed pair of ToRs with the most bytes per circuit; return False if no pair is."""
+        """Lift both lanes to the allowed pair of ToRs with the most bytes per circuit; return False if no pair is
+        allowed."""
         best, most = None, (0.0, 0)
         for (first, second), sent_bytes in self._between.get(pair_of(one[0], other[0]), {}).items():
             share = sent_bytes / (self.result.circuits[first, second] + 1)
@@ -173,8 +174,8 @@ class _Lifting:
         return self._rooms[end[0]].left(end[1], tor) > 0
 
     def _any(self, end: _End) -> EndpointId | None:
-        """Return the current ToR of the lane if it still needs a lift, otherwise the ToR that needs the most lifts,
-        otherwise any ToR with a free port; None if no ToR has one."""
+        """Return the current ToR of the lane if it still needs a lift. Otherwise return the ToR that needs the most
+        lifts, or None if no ToR has a free port."""
         room, lane = self._rooms[end[0]], end[1]
         up = room.up_to(lane)
         if up is not None and self._due(end, up) > 0:
@@ -231,7 +232,8 @@ def lift_any(ground: PlanGround, rooms: Mapping[EndpointId, AggRoom], cross_conn
 def _tor(
     room: AggRoom, lane: Lane, turns: Counter[EndpointId], taken: Collection[EndpointId | None]
 ) -> EndpointId | None:
-    """Return the ToR that the lane is connected to, otherwise the free ToR with the fewest lanes, if there is one."""
+    """Return the ToR that the lane is connected to, unless it is taken. Otherwise return the free ToR with the fewest
+    lanes, or None if no ToR is free."""
     known = room.lifted_to(lane) or room.up_to(lane)
     if known is not None and known not in taken:
         return known
@@ -240,7 +242,8 @@ def _tor(
 
 
 def _circuits(ground: PlanGround, ports: Mapping[EndpointId, int]) -> Mapping[Pair, int]:
-    """Allocate circuits as for equal demand from each Gen PoD to each Train PoD, but twice as much to one Train PoD."""
+    """Allocate circuits as if each Gen PoD had equal demand to all Train PoDs, except twice the demand to one of them.
+    """
     gen, train = (
         sorted(pod.id for pod in ground.site.pods if pod.role is role and ports.get(pod.id))
         for role in (PodRole.GEN, PodRole.TRAIN)

@@ -40,9 +40,9 @@ def materialize(
     template: StageTemplate | None = None,
     bridges: frozenset[Pair] = frozenset(),
 ) -> FabricPlan | Hold:
-    """Return the plan of an intent, or a Hold: `nobody_placed` or `infeasible`. If `template` is None, the template of
-    the intent's stage is used. `bridges` are pairs of ToRs that get a circuit even without traffic; their PoDs count as
-    touched."""
+    """Return the plan of an intent, or a Hold with the code `nobody_placed` or `infeasible`. If `template` is None, the
+    template of the intent's stage is used. `bridges` are pairs of ToRs that get a circuit even without traffic; their
+    PoDs count as touched."""
     template = template or TEMPLATES[intent.stage]
     flows = flows_of(intent, site, state.failures)
     pods = flows.pods | {site.pod_of[tor] for pair in bridges for tor in pair}
@@ -82,7 +82,7 @@ def check_coupling(site: Site, cross_connects: Iterable[PortPair]) -> tuple[str,
     carried.
 
     An uplink does not switch. A core circuit ends on one lane in each PoD, and its light reaches a ToR only if the
-    PoD's own switch connects that lane to the ToR. Appendix D ("Agg/Core relationship") of the paper."""
+    PoD's own switch connects that lane to the ToR. See appendix D ("Agg/Core relationship") of the paper."""
     cross_connects = frozenset(cross_connects)
     joined = partners(cross_connects)
     wanted: Counter[str] = Counter()
@@ -114,7 +114,7 @@ class _Drafted:
 
 
 class _Draft:
-    """Builds one plan: each step takes ports from the rooms of the PoDs."""
+    """Builds one plan. Each step takes free ports from the `AggRoom` of each PoD."""
 
     def __init__(
         self,
@@ -232,7 +232,8 @@ class _Draft:
         general_lifts: frozenset[PortPair],
         unplaced: Mapping[Pair, int],
     ) -> TierPlan:
-        """Return the plan of one PoD's aggregation layer. A ToR without a needed lift is unserved towards its PoD."""
+        """Return the plan of one PoD's aggregation layer. If a ToR lacks a lift that it needs, the pair of the ToR and
+        its PoD is listed as unserved."""
         owner = self._ground.site.owner
         circuits: Counter[Pair] = Counter()
         lifts: Counter[Pair] = Counter()

@@ -71,7 +71,8 @@ class PlacedCircuits:
 
 
 def place(problem: PlacingProblem, work: int = WORK) -> PlacedCircuits:
-    """Return a placement with as many circuits as possible and, with that number, as few cross-connect changes."""
+    """Return a placement with as many circuits as possible. Of these placements, it makes as few cross-connect changes
+    as possible."""
     ports = _healthy_ports(problem)
     up = _worth_keeping(problem)
     parts = list(_parts(problem, ports, up))
@@ -263,11 +264,12 @@ def _force(layout: CircuitLayout, pair: int, home: int, rng: random.Random) -> N
 
 
 def _settle(layout: CircuitLayout, most_placed: int, most_kept: int) -> tuple[int, int]:
-    """Find the best layout by integer programs: most placed circuits, then most kept circuits. Return bounds on both.
+    """Find the layout with the most placed circuits and, among these, the most kept circuits, by integer programs.
+    Return bounds on both numbers.
 
-    Choosing the switch of each circuit is edge colouring if every endpoint has one port on each switch, so no fast
-    method finds every optimum. The search is limited by nodes, not by time, so its result is the same on every
-    machine."""
+    If every endpoint has one port on each switch, choosing the switch of each circuit is edge colouring, for which no
+    fast exact method is known. The search is limited by nodes, not by time, so its result is the same on every machine.
+    """
     # Imported here, since most problems do not need it and loading takes longer than solving.
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp

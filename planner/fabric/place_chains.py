@@ -1,13 +1,13 @@
 """Make room for circuits by chains of moves, in which each circuit moves into the port that the next circuit leaves.
 
-The healthy ports of one endpoint on one switch differ only in the cross-connects that are up, and each port carries one
-circuit. Of a pair's circuits on a switch, as many are kept as are up there. Therefore counts suffice.
+The search uses only counts of ports and circuits, because the healthy ports of one endpoint on one switch differ only
+in the cross-connects that are up. A pair can keep as many circuits on a switch as are up there.
 
-A circuit is put on a switch where one of its endpoints has no free port. Another circuit of that endpoint moves to a
-switch where the endpoint has a port; that may exceed the ports at its far end, and so on until a far end has room. With
-two switches these are the Kempe chains of edge colouring. If these fail, a chain may also drop a circuit and put a
-missing circuit in its place, as an augmenting path of a matching does. The search prefers chains that drop the fewest
-kept circuits."""
+A chain begins with a circuit on a switch where one of its endpoints has no free port. Another circuit of that endpoint
+moves to a switch where the endpoint has a free port. If the far end of the moved circuit has no free port there, a
+circuit of the far end moves next. The chain ends at a far end with a free port. With two switches these are the Kempe
+chains of edge colouring. If these fail, a chain may also drop a circuit and put a missing circuit in its place, as an
+augmenting path of a matching does. The search prefers chains that drop the fewest kept circuits."""
 
 import heapq
 from collections.abc import Mapping, Sequence

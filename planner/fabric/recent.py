@@ -1,8 +1,9 @@
 """A bounded history of measurements, weighted towards the newest, and bounds on the next value. Has no side effects.
 
-A bound is distribution-free: if the next value is equally likely to take any rank among n stored values, it falls below
-the k-th smallest with probability k / (n + 1). With weights, the next value has weight 1 and is assumed to lie on the
-bad side (conformal prediction with weights, Barber et al., Annals of Statistics 2023)."""
+A bound makes no assumption about the distribution. If the next value is equally likely to take any rank among n stored
+values, it is below the k-th smallest value with probability k / (n + 1). If values are weighted, the next value has
+weight 1 and is assumed to violate the bound (conformal prediction with weights, Barber et al., Annals of Statistics
+2023)."""
 
 from array import array
 from bisect import bisect_left
@@ -108,15 +109,15 @@ class RecentSamples:
         return _bound(pairs[::-1], total, 1 - q)
 
     def least(self, above: float = -inf) -> QuantileBound | None:
-        """Return the least stored value, with the risk that the next value is less; None if no value is stored, or some
-        stored value does not exceed `above`, because the other values are then too few."""
+        """Return the least stored value, with the risk that the next value is less. Return None if no value is stored
+        or some stored value does not exceed `above`, because the remaining values are then too few."""
         if not self._values or self._minimum() <= above:
             return None
         return QuantileBound(self._minimum(), 1 / (_weight(self._half_life, len(self)) + 1), len(self))
 
     def promised(self, q: float, level: float, above: float = -inf) -> QuantileBound | None:
-        """Return a lower bound like `lower`, for probability `level`. If there are too few values for that probability,
-        return the least value, shrunk for probability `q`; None if there are too few values for this bound as well."""
+        """Return a lower bound like `lower`, for probability `level`. If there are too few values for `level`, return
+        the least value, shrunk for probability `q`. Return None if there are too few values for that bound as well."""
         if len(self) < MIN_SAMPLES:
             return None
         if (bound := self.lower(level, above)) is not None or (least := self.least(above)) is None:
@@ -149,14 +150,15 @@ class RecentSamples:
 
 
 def shrunk(risk: float, q: float) -> float:
-    """Return the factor for a least value that is undercut with probability `risk`, if only probability `q` is allowed:
-    1 for `risk` = q, `SHRINK` for 1/2, and interpolated by the logarithm of `risk` in between."""
+    """Return the factor that reduces the probability of lower values from `risk` to `q`, if the least value is
+    multiplied by it. The factor is 1 if `risk` is `q` and `SHRINK` if `risk` is 1/2. Between them, it is interpolated
+    by the logarithm of `risk`."""
     return 1.0 if risk <= q or q >= 0.5 else float(SHRINK ** (log(risk / q) / log(0.5 / q)))
 
 
 def _bound(pairs: Sequence[tuple[float, float]], total: float, q: float) -> QuantileBound | None:
-    """Return the last value in the order of `pairs` that has at most a share `q` of the weight before it, where the
-    weight of the next value counts as before it; None if there is no such value."""
+    """Return the last value of `pairs` before which there is at most a share `q` of the total weight. The weight of the
+    unknown next value is included in the weight before each value. Return None if there is no such value."""
     budget, passed = q * (total + 1) - 1 + ROUNDING, 0.0
     if budget < 0:
         return None

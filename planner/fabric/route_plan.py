@@ -2,9 +2,9 @@
 no side effects.
 
 A router forwards hop by hop, by its own table alone. All tables follow one metric, so that no mixture of tables can
-loop: a circuit costs 1. The packet side, if a site has one, costs `packet_hops`, or more than any path over circuits.
-Every next hop is nearer to the destination than its router. `orchestrrl/fabric/rerouting.py` and
-`orchestrrl/fabric/route_drivers/` send the routes to real routers."""
+loop: a circuit costs 1. The packet side, if a site has one, costs `packet_hops`. If that is None, it costs more than
+any path over circuits. Every next hop is nearer to the destination than its router. `orchestrrl/fabric/rerouting.py`
+and `orchestrrl/fabric/route_drivers/` send the routes to real routers."""
 
 import heapq
 import math
@@ -25,7 +25,8 @@ INTERFACE = re.compile(r"(?!if[0-9]+$)[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
 
 @dataclass(frozen=True, slots=True, order=True)
 class NextHop:
-    """The next hop of a share of the packets: they leave by `interface` to the router with the address `gateway`."""
+    """The next hop of a share of a route's packets. They leave through `interface` to the router with the address
+    `gateway`."""
 
     gateway: str
     interface: str
@@ -184,8 +185,8 @@ class ReroutingPlan:
 
 def reroute(domain: RoutingDomain, links: Collection[RoutedLink]) -> ReroutingPlan:
     """Compute routes over these links. A router with several nearest neighbours splits its packets in proportion to the
-    circuits that continue over each neighbour: at most the fewest circuits of any hop on that path, counted as if the
-    path served this router alone."""
+    capacity of the paths over each neighbour. The capacity of a path is the smallest number of circuits of any of its
+    hops, counted as if the path served this router alone."""
     _check_links(domain, links)
     neighbours = _neighbours(domain, links)
     routes: dict[EndpointId, list[PacketRoute]] = {name: [] for name in domain.routers}
@@ -209,8 +210,9 @@ def reroute(domain: RoutingDomain, links: Collection[RoutedLink]) -> ReroutingPl
 
 
 def fit(table: RouteTable, max_next_hops: int, max_weight: int) -> RouteTable:
-    """Return the closest table within a router's limits on next hops and weights. Rounding errors carry over from one
-    next hop to the next, so that a neighbour with half the share over two interfaces keeps one of them."""
+    """Return the closest table within a router's limits on next hops and weights. The rounding error of each next hop
+    is added to the following next hop. A neighbour whose share is split over two interfaces therefore keeps at least
+    one of them."""
     return route_table(_fit_route(route, max_next_hops, max_weight) for route in table.values())
 
 
@@ -237,7 +239,7 @@ def update(
 
     A route changes after all routes that its packets meet further on have changed. A changed route then leads to the
     destination over changed routers only; an unchanged route leads as before until it meets a changed router. Routes
-    without a successor are removed last. `before` must only be free of loops. Tables missing from `before` count as
+    without a successor are removed last. `before` must be free of loops. Tables missing from `before` are treated as
     empty. `stuck` lists the routes that cannot be changed, as (router, prefix); routes that depend on these routes stay
     as they are."""
     stuck = frozenset(stuck)

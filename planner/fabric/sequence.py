@@ -2,8 +2,8 @@
 
 An iteration is a sequence of collectives, by number (`slack.py` numbers signatures). A position is the number of
 collectives that have begun; each position stores how long the links are quiet there. Either the trainer marks
-iterations (`MarkedIterations`), or their repetition is detected (`RepetitionFinder`); in the latter case, the end of an
-outer loop is unexpected until it has occurred twice."""
+iterations (`MarkedIterations`), or their repetition is detected (`RepetitionFinder`). Without marks, the end of an
+outer loop cannot be predicted until it has occurred twice."""
 
 from array import array
 from collections.abc import Sequence
@@ -161,9 +161,9 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class RepetitionFinder:
-    """Detects iterations by their repetition. If a repetition breaks after r collectives, before it has occurred more
-    often than layers do, it may have been a loop inside an iteration. Then no repetition is trusted until it has held
-    for longer than r collectives."""
+    """Detects iterations by their repetition. A repetition that ends after r collectives may have been a loop inside an
+    iteration, if it occurred no more often than an iteration can have layers. In that case, no repetition is trusted
+    until it has lasted for more than r collectives."""
 
     sequence: KnownSequence | None = None
     depth: int | None = None  # None: the position is uncertain

@@ -2,9 +2,9 @@
 
 Pairs and endpoints are numbered as in `planner/fabric/greedy.py`.
 
-For given pairs, it is optimal to give each pair one circuit, and every further circuit to the slowest pair: while that
-pair is slower than the best time, it has fewer circuits than it needs for that time, and the other pairs at its ends
-have no more than they need, so a port is free. Algorithm 3 can thus only be beaten by serving other pairs. Its own
+For given pairs, it is optimal to give each pair one circuit, and every further circuit to the slowest pair. While that
+pair is slower than in the optimum, it has fewer circuits than in the optimum. The other pairs at its ends have no more
+circuits than in the optimum, so a port is free. Algorithm 3 can thus only be beaten by serving other pairs. Its own
 choice of pairs is greedy: the largest pairs first. This module improves that choice, under the limit of its slowest
 pair and under lower limits.
 
@@ -68,8 +68,9 @@ class ServedScore:
 
 
 def reselect(demanded: Demanded, reference: Mapping[int, int]) -> Mapping[int, int]:
-    """Return the circuits per served pair: those of `reference`, or better circuits that are worse in no respect.
-    Better means more pairs, then fewer seconds, then more bytes."""
+    """Return the circuits per served pair: those of `reference`, or better circuits that are not worse by any of the
+    three measures. Circuits are better if they serve more pairs, then if they take fewer seconds, then if they serve
+    more bytes."""
     return _Search(demanded, reference, reference, bytes_first=False).searched()
 
 
@@ -123,8 +124,8 @@ class _Search:
         return most_pairs >= pairs - 1e-6 and most_bytes * self.sum_bytes >= total_bytes * (1 - 1e-6)
 
     def _try(self, limit_bytes: float, start: list[int]) -> bool:
-        """Improve `start` by the value functions in succession, and by each alone; return whether one found a better
-        choice."""
+        """Improve `start` by all value functions in succession and by each value function separately. Return whether a
+        better choice was found."""
         better = False
         refined = start
         for number, value in enumerate(self.values):

@@ -2,8 +2,8 @@
 effects.
 
 A PoD's allocator treats the boundary to the core as one more endpoint, with as many ports as the core has circuits to
-the PoD: all uplinks of a PoD are equivalent, and a ToR only needs lanes. If the ToRs of a PoD cannot lift as many
-circuits as the core wants, the core's limit is lowered, until both agree. Appendix D of the paper.
+the PoD. One endpoint suffices because all uplinks of a PoD are equivalent. If the ToRs of a PoD cannot lift as many
+circuits as the core wants, the core's limit is lowered, until both agree. This follows appendix D of the paper.
 
 The alternative (`direct`) considers only pairs of ToRs, in the same or in different PoDs. No packet switch lies between
 two ToRs that a core circuit connects, so the bytes between PoDs are not enough information: a PoD with little traffic
@@ -218,8 +218,8 @@ def spread(link_gbps: float, ports: Mapping[EndpointId, int], up: Mapping[Pair, 
 
 
 def _circle(size: int, distances: int) -> list[int]:
-    """Return a rank for each distance on a circle of `size` endpoints, equal in both directions. Each chosen distance
-    is a fixed multiple of the previous one, so that steps of the chosen distances reach every endpoint."""
+    """Return a rank for each distance on a circle of `size` endpoints. It is equal in both directions. Each distance in
+    the first ranks is a fixed multiple of the previous one, so that steps of these distances reach every endpoint."""
     chosen = [round(size ** (number / max(1, distances))) for number in range(max(1, distances))]
     shortest = [min(distance, size - distance) for distance in range(size)]
     return [chosen.index(each) if each in chosen else size + each for each in shortest]

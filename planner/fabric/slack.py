@@ -1,9 +1,9 @@
 """Predict how long the links of one rank stay quiet, as a lower quantile learned from its collectives. Has no side
 effects.
 
-Figure 5 and section 5.3 of the paper. Events arrive in order of time, in the clock of the rank's host. A rank is quiet
-while it has no collective in flight, including asynchronous ones; quiet times are stored by the position in the
-iteration."""
+This is the slack of figure 5 and section 5.3 of the paper. Events arrive in order of time, in the clock of the rank's
+host. A rank is quiet while it has no collective in flight, including asynchronous ones; quiet times are stored by the
+position in the iteration."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -209,10 +209,10 @@ class SlackLearner:
         return RemainingQuiet(predicted.position, predicted.opened_s, until_s, predicted.samples, predicted.risk)
 
     def _grade(self, at_s: float) -> None:
-        """Adapt later predictions to whether the last one held. If predictions are broken more often than allowed, for
-        example while windows shrink, later predictions are more cautious (adaptive conformal inference, Gibbs and
-        Candes, 2021). They are never bolder than requested. A window that was cut short, for example in an iteration of
-        few tokens, also shortens the next predictions in proportion."""
+        """Adapt later predictions to the accuracy of the last one. If predictions fail more often than allowed, for
+        example while quiet times become shorter, later predictions are more cautious (adaptive conformal inference,
+        Gibbs and Candes, 2021). They are never less cautious than requested. A quiet time that ended early, for example
+        in an iteration of few tokens, also shortens the next predictions in proportion."""
         if self._request is None:
             return
         request, self._request = self._request, None

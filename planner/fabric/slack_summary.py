@@ -13,7 +13,8 @@ VANISHED = Signature("?", -1, -1)  # stored under another number since its size 
 
 @dataclass(frozen=True, slots=True)
 class PositionSummary:
-    """The quiet time before one collective of an iteration, in seconds; times are None if it was never quiet there."""
+    """The quiet time before one collective of an iteration, in seconds. Times are None if the rank was never quiet
+    there."""
 
     position: int
     op: str
@@ -36,8 +37,8 @@ class PositionSummary:
 
 @dataclass(frozen=True, slots=True)
 class SlackSummary:
-    """The summary of one rank, or of several ranks: their histograms added up, with the `positions` of the first
-    rank."""
+    """The summary of one rank or of several ranks. For several ranks, the histograms are added up, and `positions` are
+    those of the first rank."""
 
     ranks: tuple[int, ...]
     iterations: int

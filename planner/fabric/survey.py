@@ -1,4 +1,5 @@
-"""Survey a site: capacity at each level of each PoD, ports of each switch, and warnings about unusual cabling."""
+"""Survey a site: the capacity at each level of each PoD, the ports of each switch, and warnings about unusual cabling.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
@@ -112,7 +113,7 @@ def _idle(site: Site, nics: Mapping[EndpointId, int]) -> Iterator[str]:
 
 def _strangers(site: Site) -> Iterator[str]:
     """Yield a warning for each layer with two endpoints that no circuit can connect, because they share no switch.
-    Uplinks of one PoD need no connection to each other."""
+    Pairs of uplinks of the same PoD are ignored, because they need no circuit."""
     uplinks = {uplink.id for uplink in site.uplinks}
     for layer, switches in (*site.agg_switches_of.items(), ("core", site.core_switches)):
         on: dict[EndpointId, set[OcsId]] = defaultdict(set)

@@ -4,7 +4,8 @@
     GPU - NIC - ToR ==(OCS-Agg)== uplink ==(OCS-Core)== uplink ==(OCS-Agg)== ToR     between PoDs
 
 An uplink is a bundle of fibres (lanes) between the OCS-Agg switches of a PoD and the OCS-Core. A lane has a port at
-either end. ToRs switch packets; everything above the ToRs is optical. Section 5.1 of the paper."""
+either end. ToRs switch packets; everything above the ToRs is optical. This is the topology of section 5.1 of the paper.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class Tier(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SwitchModel:
-    """An optical switch model: its reconfiguration time and number of ports. Table 2 of the paper."""
+    """An optical switch model: its reconfiguration time and number of ports, as in table 2 of the paper."""
 
     name: str
     reconfiguration_s: float

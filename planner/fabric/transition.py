@@ -1,9 +1,10 @@
-"""Change one set of cross-connects into another in stages, so that pairs and endpoints keep their light. Has no side
-effects.
+"""Change one set of cross-connects into another in stages, so that pairs and endpoints keep circuits throughout. Has no
+side effects.
 
-A stage's removals come down before its additions go up. Cross-connects in both sets are never touched, and only
-cross-connects of the two sets are used. Minimised in this order: pairs that go dark, endpoints below their minimum
-("thin"), stages. `orchestrrl/fabric/stage_commit.py` carries out a stage, drained and verified."""
+In each stage, circuits are removed before circuits are added. Cross-connects in both sets are never touched, and only
+cross-connects of the two sets are used. The plan minimises, in this order, the pairs that go dark, the endpoints below
+their minimum ("thin"), and the stages. `orchestrrl/fabric/stage_commit.py` carries out a stage, drained and verified.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -80,8 +81,8 @@ class CircuitsUp:
 
 
 def transition(problem: TransitionProblem) -> Transition:
-    """Plan a transition with the fewest dark pairs and thin endpoints, then the fewest stages. The result is provably
-    optimal for small problems and close to optimal otherwise. It is deterministic."""
+    """Plan a transition with the fewest dark pairs, then the fewest thin endpoints, then the fewest stages. The result
+    is provably optimal for small problems and close to optimal otherwise. It is deterministic."""
     moves = moves_between(problem.cabling, problem.current, problem.target, problem.min_fraction)
     order, proven = fewest_missed(moves)
     spared = _not_to_count_on(moves, order)
@@ -90,8 +91,8 @@ def transition(problem: TransitionProblem) -> Transition:
 
 
 def _not_to_count_on(moves: TransitionMoves, order: RemovalOrder) -> frozenset[int]:
-    """Return the floors that another order of equal cost may miss: the floors that every order misses, all pairs if
-    `order` misses another pair, and all endpoints if it misses another endpoint."""
+    """Return the floors that an order of equal cost may miss. These are the floors that every order misses. If `order`
+    misses the floor of another pair, the floors of all pairs are included, and likewise for endpoints."""
     hopeless = doomed(moves)
     chosen = {moves.floors[number].is_pair for number in order.missed - hopeless}
     return hopeless | {number for number, floor in enumerate(moves.floors) if floor.is_pair in chosen}

@@ -32,7 +32,7 @@ MOST_STAGE_VARIABLES = 12_000  # over all stage counts that are tried
 
 
 def fewest_missed(moves: TransitionMoves) -> tuple[RemovalOrder, bool]:
-    """Return an order that misses as few floors as possible, and whether this is proven.
+    """Return an order that misses as few floors as possible, and whether it is proven that no order misses fewer.
 
     Pairs take precedence over endpoints, so they are first solved without endpoints. The resulting number of dark pairs
     is a bound that also holds with endpoints, and an order that reaches it is the starting point for the endpoints."""
@@ -54,7 +54,7 @@ def _fewest(moves: TransitionMoves, known: RemovalOrder, at_least: tuple[int, in
     """Return an order that is no worse than `known`, and whether it is proven optimal. No order costs less than
     `at_least`.
 
-    Harmless removals come first, and removals that no floor waits for come last; neither are part of the model. The
+    The model excludes harmless removals, which come first, and removals that no floor waits for, which come last. The
     remaining removals are split into parts that share no floor, port or addition. In each part, removals are assigned
     to as many rounds as there are removals, which no order exceeds."""
     if known.cost(moves) == at_least:
@@ -182,7 +182,8 @@ def fewest_stages(
 def _in_stages(
     moves: TransitionMoves, max_moves: int, cost: tuple[int, int], count: int, known: Sequence[int], work: float
 ) -> tuple[list[int] | None, float, bool]:
-    """Return a transition in `count` stages (None if not found), the work used, and whether none is proven to exist."""
+    """Return a transition in `count` stages (None if not found), the work used, and whether it is proven that there is
+    no such transition."""
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()

@@ -1,8 +1,8 @@
 """Order the removals of cross-connects so that as few pairs and endpoints as possible fall below their floors. Has no
 side effects.
 
-The number of moves per stage does not matter for the order: any stages can be serialised into single removals, with
-every addition up as soon as its ports are free, and no point of that order is worse than the stages were."""
+The order is independent of the number of moves per stage. Any stages can be split into single removals, each followed
+by the additions whose ports are free. No point of the resulting order has fewer circuits than the stages had."""
 
 import heapq
 import random
@@ -106,8 +106,7 @@ def doomed(moves: TransitionMoves) -> frozenset[int]:
 
 def harmless(moves: TransitionMoves, abandoned: frozenset[int]) -> TransitionReplay:
     """Apply removals as long as there is one that leaves every floor at least as much room as before. No order gets
-    worse by beginning with such removals. (Counts are supermodular in the set of removals: an early removal enables
-    additions no later.)"""
+    worse by beginning with such removals, because an earlier removal never delays an addition."""
     return _Walk(moves, abandoned, range(len(moves.removals))).run(harmless_only=True)
 
 
@@ -151,8 +150,8 @@ def kept_order(moves: TransitionMoves, known: RemovalOrder) -> RemovalOrder:
 
 
 def tried_again(moves: TransitionMoves, best: RemovalOrder, at_least: tuple[int, int]) -> RemovalOrder:
-    """Search many random orders for a better order than `best`: with all floors, and ignoring all but one of the floors
-    that `best` misses. Stops when the cost `at_least` is reached."""
+    """Search many random orders for a better order than `best`. Some orders respect all floors, and others ignore all
+    floors that `best` misses except one. The search stops when the cost `at_least` is reached."""
     hopeless, numbers = doomed(moves), list(range(len(moves.removals)))
     draw, steps = random.Random(0), 0
     while best.cost(moves) > at_least and steps < TRIES_STEPS:

@@ -1,4 +1,4 @@
-"""Pack the moves of a transition into few stages: list scheduling that follows a feasible order of removals. Has no
+"""Pack the moves of a transition into few stages by list scheduling that follows a feasible order of removals. Has no
 side effects."""
 
 import itertools
@@ -87,7 +87,7 @@ class _Packing:
         )
 
     def _bears(self, floor: int, removal: int) -> bool:
-        """Return whether the floor allows all moves before `removal` in the order to take place after it."""
+        """Return whether the floor allows `removal` to be made before all moves that precede it in the order."""
         room = self._room[floor] - 1
         for move in self._events[floor]:
             if move == removal:
@@ -107,8 +107,8 @@ class _Packing:
 
 
 def _behind(moves: TransitionMoves, order: RemovalOrder) -> list[int]:
-    """Return how many stages must follow each removal, because an addition that it enables is required by other
-    removals, which enable further additions, and so on."""
+    """Return how many stages must follow each removal. Other removals may require an addition that it enables, and may
+    enable additions that further removals require."""
     behind = [0] * len(moves.removals)
     bare = [floor for number, floor in enumerate(moves.floors) if floor.room == 0 and number not in order.missed]
     for _ in range(CHAIN):
@@ -144,8 +144,9 @@ def _events(moves: TransitionMoves, order: RemovalOrder) -> list[list[int]]:
 
 
 def smoothed(moves: TransitionMoves, stage_of: StageOf, max_moves: int) -> StageOf:
-    """Return the same number of stages with additions as early and removals as late as the limits on moves and the
-    ports allow. At every point, each pair and endpoint has at least as many circuits as before."""
+    """Return an equivalent assignment to the same number of stages, with additions as early and removals as late as the
+    limits on moves and the ports allow. At every point, each pair and endpoint has at least as many circuits as before.
+    """
     stage_of, removals = list(stage_of), len(moves.removals)
     load: dict[int, int] = defaultdict(int)
     for stage in stage_of:
@@ -182,8 +183,8 @@ def stages_at_least(moves: TransitionMoves, max_moves: int, missed: frozenset[in
 
 
 def _rounds(moves: TransitionMoves, number: int) -> int:
-    """Return the number of stages for a floor's removals if each stage removes as many circuits as the floor can spare,
-    and the removals that enable the most additions come first."""
+    """Return a lower bound on the number of stages for a floor's removals. Each stage removes as many circuits as the
+    floor can spare, and the removals that enable the most additions come first."""
     floor = moves.floors[number]
     own, additions = set(floor.removals), set(floor.additions)
     free = sum(own.isdisjoint(moves.blockers[addition]) for addition in floor.additions)

@@ -1,12 +1,12 @@
-"""Decide when circuits may change: while all ranks that use them are quiet for as long as the change takes. Has no side
+"""Decide when circuits may change. All ranks that use them must be quiet for as long as the change takes. Has no side
 effects.
 
 The time until packets may use a change is measured per switch: a device's own delay is often the smallest part, as
 receivers lock to the light, links are debounced, and routes follow (section 2.3 of the paper). Until there are enough
 measurements, the stated delay plus an allowance is used.
 
-Section 5.3 of the paper. Times are in the clock of the deciding host, except in `ReportedQuiet`, which uses the clock
-of the reporting host."""
+This implements section 5.3 of the paper. Times are in the clock of the deciding host, except in `ReportedQuiet`, which
+uses the clock of the reporting host."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -89,8 +89,8 @@ class CommitNeed:
 
 
 def intersect(reports: Iterable[ReportedQuiet], now_s: float) -> Window | Hold:
-    """Return the window in which all ranks are quiet, which may open later or be over already. Return a Hold if there
-    are no reports, or if a report cannot be used; in the latter case, it names the reporting host."""
+    """Return the window in which all ranks are quiet. It may begin in the future or have ended already. Return a Hold
+    if there are no reports or if a report cannot be used. In the second case, the Hold names the reporting host."""
     opened_s, until_s, limiting, risk = -inf, inf, "", 0.0
     for each in reports:
         if each.clock is None:
@@ -190,9 +190,10 @@ class CommitTimes:
         self._unfit.pop(took.switch, None)
 
     def unfit(self, switches: Iterable[OcsId]) -> None:
-        """Record that no window was as long as these switches need. Times are measured only by commits, so a single
-        slow measurement could prevent all later commits. While there are few measurements, each call therefore lowers
-        the expected time, but never below the fastest measurement or the unmeasured default."""
+        """Record that no window was as long as these switches need. Without correction, a single slow measurement could
+        prevent all later commits, and thus all later measurements. While there are few measurements, each call
+        therefore lowers the expected time, but never below the fastest measurement or the default for unmeasured
+        switches."""
         self._unfit.update(set(switches))
 
     def samples(self, switch: OcsId) -> int:

@@ -117,7 +117,8 @@ class Configuration:
         return self.beta_s * remaining_tokens + self.gamma_s * held_tokens
 
     def limited_as(self, engine: "EngineView") -> "Configuration":
-        """Return a copy with the KV capacity and slots that the engine reports; values that it does not report stay."""
+        """Return a copy with the KV capacity and slots that the engine reports. Values that it does not report are
+        unchanged."""
         return replace(
             self,
             kv_capacity_tokens=engine.kv_capacity_tokens or self.kv_capacity_tokens,
@@ -202,7 +203,7 @@ class Snapshot:
     def inputs_age_s(self) -> float | None:
         """The age of the oldest input; None if an input was never reported or no engine is usable.
 
-        Engines that are gone, draining or report invalid values are not inputs: no decision is made for them.
+        Engines that are gone, draining or report invalid values are not inputs, because no decision is made for them.
         """
         answering = [engine for engine in self.engines if engine.health in (EngineHealth.OK, EngineHealth.SLOW)]
         readable = [engine for engine in answering if not engine.draining]
@@ -243,8 +244,8 @@ class FleetPart:
 class Alternative:
     """A fleet that the planner considered, with its expected durations over the sampled lengths.
 
-    `configuration` is None if configurations are mixed. The fleet ends after `total_s`; `low_s` and `high_s` are the
-    total in the best and in the worst sample.
+    `configuration` is None if configurations are mixed. `total_s` is the time until the fleet's last request ends.
+    `low_s` and `high_s` are the total in the best and in the worst sample.
     """
 
     configuration: ConfigurationId | None
@@ -287,7 +288,7 @@ class PlannedInstance:
 
 
 class MoveMethod(StrEnum):
-    """The method that restores a running request's context at its destination."""
+    """The method by which a running request's context is restored at its destination."""
 
     RECOMPUTE = "recompute"  # prefill again from its tokens
     TRANSFER = "transfer"  # copy its KV cache
@@ -331,7 +332,7 @@ class PlannedMove:
 class Histogram:
     """A histogram of remaining tokens: `counts[i]` requests have `bin_tokens*i < remaining <= bin_tokens*(i+1)`.
 
-    A bin counts as its upper edge.
+    The upper edge of a bin is used as the length of all its requests.
     """
 
     bin_tokens: int
@@ -412,7 +413,8 @@ class StepTimeEstimates(NamedTuple):
 
 
 def unknown_step_times(why: Mapping[EngineId, str]) -> str:
-    """Return a message that lists the engines without step times by reason; empty if there are none."""
+    """Return a message that lists the engines without step times, grouped by reason. It is empty if there are no such
+    engines."""
     engines: dict[str, list[EngineId]] = {}
     for engine, reason in sorted(why.items()):
         engines.setdefault(reason, []).append(engine)
@@ -422,5 +424,5 @@ def unknown_step_times(why: Mapping[EngineId, str]) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first names as a comma-separated list, followed by the number of omitted ones."""
+    """Return the first names as a comma-separated list, followed by the number of omitted names."""
     return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")

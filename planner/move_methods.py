@@ -1,9 +1,10 @@
 """Choose KV transfer or recomputation for each move of a running request, and predict its duration. Has no side
 effects.
 
-The cost of a move has a part that grows with the context (prefill or transfer) and a fixed part: sending the order to
-the engines, finishing the destination's current step, and returning the first token. Profiles and link speeds give
-the growing part; the fixed part is learned from completed moves (`FixedMoveCost`).
+The cost of a move has a part that grows with the context and a fixed part. The growing part is the prefill or the
+transfer. It is calculated from profiles and link speeds. The fixed part includes sending the order to the engines,
+finishing the destination's current step, and returning the first token. It is learned from completed moves
+(`FixedMoveCost`).
 """
 
 import math
@@ -28,8 +29,8 @@ MOST_FIXED_S = 60.0
 class FixedMoveCost:
     """The fixed cost of moves by one method, in seconds: the median over the newest orders.
 
-    The part that grows with the context is excluded. The prior counts as `PRIOR_COUNTS_FOR` orders, so that a single
-    stalled order at the beginning does not determine the estimate.
+    The part that grows with the context is excluded. The prior has the weight of `PRIOR_COUNTS_FOR` orders, so that a
+    single stalled order at the beginning does not determine the estimate.
     """
 
     prior_s: float = FIXED_PRIOR_S
@@ -38,7 +39,7 @@ class FixedMoveCost:
     def after(self, seconds: float) -> "FixedMoveCost":
         """Return a copy with one more measurement.
 
-        A measurement below 0, which means that the growing part was overestimated, counts as 0. NaN is ignored.
+        A measurement below 0, which means that the growing part was overestimated, is stored as 0. NaN is ignored.
         """
         if math.isnan(seconds):
             return self
@@ -71,8 +72,8 @@ def choose_move_methods(
 
     An engine recomputes contexts one after the other, in the order of `moves`; KV transfers and the fixed parts of all
     moves run in parallel. A preempted request has no KV cache and is recomputed. No prediction is made for requests
-    that have not run yet, because their prompts are still to be computed, or for moves to engines whose prefill rate is
-    unknown.
+    that have not run yet, because their prompts must be prefilled in any case. Nor is one made for moves to engines
+    whose prefill rate is unknown.
     """
     engines = {engine.id: engine for engine in snapshot.engines}
     wanted = {move.request for move in moves}

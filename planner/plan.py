@@ -96,7 +96,7 @@ def make_plan(
     control: OperatorControl = FREE,
     history: History = NO_HISTORY,
 ) -> Plan:
-    """Return a plan for the rest of this step: the fleet to deploy and the requests of each engine."""
+    """Return a plan for the rest of this step: the fleet to deploy and the assignment of requests to engines."""
     control = control.at(snapshot.now_s)
     expected = _expected(snapshot, config, history)
     fleet = live_fleet(
@@ -219,8 +219,8 @@ class _Case:
     options: FleetOptions
 
     def choose(self) -> _Choice:
-        """Return the option with the earliest end. Of the options within epsilon of it, the one with the least change
-        is preferred.
+        """Return the option with the earliest end. Of the options that end at most epsilon later, return the one with
+        the smallest change.
 
         If engines must not change but moving requests is admitted, choose the moves and report the omitted change.
         """

@@ -85,8 +85,8 @@ def lift_all(
     most: Mapping[Tors, int],
 ) -> Lifted:
     """Connect the lanes of core circuits to ToRs, using ports of the rooms. `budget` has the planned number of lifts
-    per switch and ToR, `between` the bytes between ToRs, the smaller PoD's ToR first, and `most` the maximum number of
-    circuits per pair of ToRs; pairs that are not in `most` are not limited."""
+    per switch and ToR. `between` has the bytes between ToRs, with the smaller PoD's ToR first. `most` has the maximum
+    number of circuits per pair of ToRs; pairs that are not in `most` are not limited."""
     work = _Lifting(rooms, dict(budget), between, most)
     todo = []
     for core in sorted(cross_connects):
@@ -242,8 +242,7 @@ def _tor(
 
 
 def _circuits(ground: PlanGround, ports: Mapping[EndpointId, int]) -> Mapping[Pair, int]:
-    """Allocate circuits as if each Gen PoD had equal demand to all Train PoDs, except twice the demand to one of them.
-    """
+    """Allocate circuits as if each Gen PoD had equal demand to all Train PoDs, except twice the demand to one of them."""
     gen, train = (
         sorted(pod.id for pod in ground.site.pods if pod.role is role and ports.get(pod.id))
         for role in (PodRole.GEN, PodRole.TRAIN)

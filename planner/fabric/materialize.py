@@ -42,7 +42,7 @@ def materialize(
 ) -> FabricPlan | Hold:
     """Return the plan of an intent, or a Hold with the code `nobody_placed` or `infeasible`. If `template` is None, the
     template of the intent's stage is used. `bridges` are pairs of ToRs that get a circuit even without traffic; their
-    PoDs count as touched."""
+    PoDs are treated as touched."""
     template = template or TEMPLATES[intent.stage]
     flows = flows_of(intent, site, state.failures)
     pods = flows.pods | {site.pod_of[tor] for pair in bridges for tor in pair}

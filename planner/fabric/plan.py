@@ -34,8 +34,8 @@ class FabricState:
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """The circuits of one PoD's aggregation layer, or of the core if `pod` is None. In a PoD, a ToR that needs a lift
-    but has none counts as an unserved pair with its PoD."""
+    """The circuits of one PoD's aggregation layer, or of the core if `pod` is None. In a PoD, if a ToR needs a lift but
+    has none, the pair of the ToR and its PoD is listed as unserved."""
 
     pod: EndpointId | None
     circuits: Mapping[Pair, int]

@@ -228,8 +228,8 @@ def _circle(size: int, distances: int) -> list[int]:
 def direct(
     sent_bytes: Mapping[Pair, float], pod_of: Mapping[EndpointId, EndpointId], room: Mapping[EndpointId, int]
 ) -> Mapping[Pair, int]:
-    """Return the circuits per served pair. `sent_bytes` has the bytes of the larger direction by pair of ToRs, `room`
-    the number of ports of each ToR and of lanes of each PoD."""
+    """Return the circuits per served pair. `sent_bytes` maps each pair of ToRs to the bytes of its larger direction.
+    `room` maps each ToR to its number of ports and each PoD to its number of lanes."""
     ends = {
         pair: pair if pod_of[pair[0]] == pod_of[pair[1]] else (*pair, *(pod_of[tor] for tor in pair))
         for pair, each_bytes in sent_bytes.items()
@@ -256,8 +256,8 @@ def _served(
     pod_of: Mapping[EndpointId, EndpointId],
     room: Mapping[EndpointId, int],
 ) -> list[Pair]:
-    """Return the pairs that get a circuit: by descending traffic, each pair whose ends have room for one more
-    circuit."""
+    """Return the pairs that get a circuit. Pairs are considered by descending traffic, and a pair is included if its
+    ends still have room for a circuit."""
     left = dict(room)
     served = []
     for pair in _in_turn(ends, sent_bytes, pod_of):

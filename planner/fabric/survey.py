@@ -1,5 +1,4 @@
-"""Survey a site: the capacity at each level of each PoD, the ports of each switch, and warnings about unusual cabling.
-"""
+"""Survey a site: the capacity at each level of each PoD, the ports of each switch, and warnings about unusual cabling."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
@@ -12,8 +11,8 @@ from planner.fabric.topology import RESPONSES, Pod, PodRole, Site, Switch, Tier
 
 @dataclass(frozen=True, slots=True)
 class PodCapacity:
-    """The capacities of one PoD in Gbps per direction: `hosts_gbps` of its NICs, `tors_gbps` of the fibres from its
-    ToRs to the switches, and `uplinks_gbps` of its lanes to the core."""
+    """The capacities of one PoD in Gbps per direction. `hosts_gbps` is the capacity of its NICs, `tors_gbps` is that of
+    the fibres from its ToRs to the switches, and `uplinks_gbps` is that of its lanes to the core."""
 
     pod: Pod
     servers: int

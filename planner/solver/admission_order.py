@@ -40,10 +40,11 @@ def admit_onwards(
     slots: int,
     so_far: tuple[int, int, int],
 ) -> int:
-    """Return the iteration at which the last of the `running` and of the waiting requests ends.
+    """Return the iteration at which the last of all running and waiting requests ends.
 
     `running` has (end iteration, footprint) of each running request; `remaining` and `footprint` describe the waiting
-    requests. `so_far` is the current iteration, the free tokens, and the latest end of all requests that have begun.
+    requests. `so_far` contains the current iteration, the number of free tokens, and the latest end of all requests
+    that have begun.
     """
     now, free, last = so_far
     heapify(running)

@@ -18,7 +18,8 @@ def violation(columns: ProblemColumns, placement: FleetPlacement) -> float:
 
 
 def balanced(columns: ProblemColumns, placement: FleetPlacement, limit_s: float) -> FleetPlacement:
-    """Return a placement that violates the band less and finishes by `limit_s`; `placement` if none is found."""
+    """Return a placement that violates the band less than `placement` and finishes by `limit_s`. Return `placement` if
+    no such placement is found."""
     before = violation(columns, placement)
     if not before > 0:
         return placement
@@ -90,7 +91,7 @@ class _Band(InstanceLoads):
         return True
 
     def _ends_s(self, requests: Ints, destination: int) -> Floats:
-        """Return, for each request, the finish time of the destination with that request added."""
+        """Return, for each request, the time at which the destination finishes if that request is added to it."""
         columns, kind = self.columns, self.fleet.configuration[destination]
         longer = np.maximum(columns.remaining[requests] - self.longest[destination], 0)
         moved_s = moves_s(columns, self.fleet, requests, np.full(len(requests), destination))

@@ -1,10 +1,10 @@
 """Calculate a proven lower bound of the makespan, under the cost model of evaluate.py.
 
 An instance of configuration y with longest request L that ends by T has `T - switch - alpha * L` seconds for the work
-of its requests. A request i of at most L takes at least the share `work(i) / (T - switch - alpha * r(i))` of it, and
-that share of its GPUs. If the cheapest shares of all requests add up to more GPUs than exist, T cannot be met. This is
-the dual of the linear program over (configuration, longest request) in closed form, so no solver is needed. If a T is
-refused, no choice of instances can finish by T.
+of its requests. A request i of at most L takes at least the share `work(i) / (T - switch - alpha * r(i))` of this time,
+and the same share of the instance's GPUs. If the cheapest shares of all requests add up to more GPUs than exist, T
+cannot be met. This is the dual of the linear program over (configuration, longest request) in closed form, so no solver
+is needed. If a T is refused in this way, no choice of instances can finish by T.
 """
 
 import math
@@ -127,11 +127,12 @@ def units(columns: ProblemColumns) -> int:
 
 
 def room_shares(columns: ProblemColumns, configuration: int, requests: Ints) -> list[Floats]:
-    """Return arrays of each request's share of the KV room; shares of requests that run at once sum to at most 1.
+    """Return arrays with each request's share of the KV room. The shares of requests that run at once sum to at most 1.
 
     The first array is footprint over capacity. The second is the result of a dual feasible function (Fekete and
-    Schepers 2001), by which a request larger than half of the room takes all of it, for example. The function with the
-    largest total is chosen. The second array is omitted if its total is not larger than that of the first.
+    Schepers 2001). Such a function may, for example, assign all of the room to a request that is larger than half of
+    it. The function with the largest total is chosen. The second array is omitted if its total is not larger than that
+    of the first.
     """
     capacity = int(columns.capacity[configuration])
     footprint = columns.footprint[requests]

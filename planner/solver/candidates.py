@@ -163,7 +163,8 @@ def rebalanced(fleet: LiveFleet, order: Indices) -> CandidateFleet:
 def longest_first(
     fleet: LiveFleet, order: Indices, configuration: Configuration, instances: Sequence[CurrentInstance]
 ) -> CandidateFleet:
-    """Return a fleet of `instances` of one configuration; requests are placed in `order`, each on the least loaded.
+    """Return a fleet of `instances` of one configuration. Requests are placed in `order`, each on the least loaded
+    instance.
 
     Raises UnusableFleet if there are no instances or if a request fits on none of them.
     """
@@ -184,14 +185,16 @@ def longest_first(
 def _dealt(
     name: str, fleet: LiveFleet, instances: Sequence[CurrentInstance], order: Indices, places: Sequence[int]
 ) -> CandidateFleet:
-    """Return a candidate with the requests in `order` on the instances `places`, which admit running requests first."""
+    """Return a candidate in which the requests in `order` are on the instances `places`. Instances admit running
+    requests first."""
     running_first = np.argsort(fleet.problem.requests.state[order] != RUNNING, kind="stable")
     at = np.array(places, dtype=np.int64)
     return candidate(name, fleet, instances, order[running_first], at[running_first])
 
 
 def homogeneous(problem: MakespanProblem, configuration: Configuration) -> tuple[CurrentInstance, ...]:
-    """Return as many instances of one configuration as fit, including those that already run."""
+    """Return as many instances of one configuration as fit. Instances of that configuration that already run are
+    included."""
     kept = [instance for instance in problem.current if instance.configuration == configuration.id]
     used = {gpu for instance in kept for gpu in instance.gpus}
     taken = {instance.id for instance in problem.current}

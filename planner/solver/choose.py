@@ -1,7 +1,8 @@
-"""Choose one of the placements found: of the placements with about the best makespan, the one with the fewest changes.
+"""Choose the placement with the fewest changes from the placements with about the best makespan.
 
-The number of moves is reduced at about the same makespan: requests of about equal length swap places so that most stay
-where they are, and requests are moved back if their original instance still finishes in time.
+The number of moves is then reduced without making the makespan much longer. Requests of about equal length swap
+instances so that as many as possible stay where they are. Requests are also moved back if their original instance still
+finishes in time.
 """
 
 import math
@@ -26,7 +27,7 @@ def chosen(
     static: Sequence[FleetPlacement],
     found: Sequence[FleetPlacement],
 ) -> FleetPlacement | None:
-    """Return, of the placements with about the best makespan, the one with the fewest changes.
+    """Return the placement with the fewest changes from the placements with about the best makespan.
 
     If the best placement violates equation 2, return the placement that violates it least.
     """
@@ -94,7 +95,8 @@ def moves(columns: ProblemColumns, placement: FleetPlacement) -> int:
 
 
 def _home(columns: ProblemColumns, placement: FleetPlacement) -> Ints:
-    """Return the instance on which each request is running now; -1 if it is on no kept instance."""
+    """Return the instance on which each request is running now, or -1 for a request that is not running on a kept
+    instance."""
     instance_of = np.full(len(columns.current_configuration) + 1, -1, dtype=np.int64)
     kept = np.flatnonzero(placement.fleet.current >= 0)
     instance_of[placement.fleet.current[kept]] = kept
@@ -129,9 +131,11 @@ def _swapped(columns: ProblemColumns, at: Ints, home: Ints, width: float) -> Int
 
 
 def _undone(columns: ProblemColumns, placement: FleetPlacement, home: Ints, limit_s: float) -> FleetPlacement:
-    """Return the placement with requests moved back to their `home` instance, the requests with the least work first.
+    """Return the placement after moving requests back to their `home` instances, beginning with the requests with the
+    least work.
 
-    A request is moved back only if all requests of that instance still run at once and it still finishes by `limit_s`.
+    A request is moved back only if all requests of its home instance still run at once and that instance still finishes
+    by `limit_s`.
     """
     fleet, at = placement.fleet, placement.assigned()
     loads = InstanceLoads(columns, fleet, at)

@@ -145,7 +145,7 @@ def _check(columns: ProblemColumns) -> None:
 
 
 def _unplaceable(problem: MakespanProblem, configuration: Configuration) -> Infeasible:
-    """Return the exception for a configuration of which no instance can be placed, with the reason."""
+    """Return an exception that states why no instance of the configuration can be placed."""
     gpus, per_node = configuration.gpus, problem.per_node
     if gpus > per_node and gpus % per_node:
         what = f"gpus.per_node: {configuration.id} neither fits in one node nor fills whole nodes"

@@ -2,8 +2,8 @@
 
 Every instance with a long request pays alpha for all its iterations, so long requests belong together. A block is as
 large as time and KV room allow. A block that leaves much time unused shares its instance with blocks of shorter
-requests, which are admitted when it ends. The configuration of each block is chosen as in a shortest-path search; the
-remaining distance is a lower bound of the GPUs that the later requests take.
+requests, which are admitted when it ends. The configuration of each block is chosen as in an A* search, in which the
+estimated remaining distance is a lower bound of the GPUs that the later requests take.
 """
 
 from bisect import bisect_right, insort
@@ -45,9 +45,9 @@ class RequestCutter:
     """Cuts the requests of one problem into blocks for given makespans."""
 
     def __init__(self, columns: ProblemColumns, every: int = 1) -> None:
-        """Prepare the cuts. Only one in `every` requests and one in `every` GPUs are used.
+        """Prepare the cuts. If `every` is n > 1, only every n-th request and one n-th of the GPUs is used.
 
-        Every running request counts as moved, even on kept instances.
+        The costs assume that every running request moves, even on kept instances.
         """
         order = columns.longest_first[every // 2 :: every]
         self.remaining = columns.remaining[order]
@@ -81,7 +81,7 @@ class RequestCutter:
                 )
 
     def cut(self, makespan_s: float, only: frozenset[int] | None = None) -> list[RequestCut] | None:
-        """Return cuts that finish by `makespan_s`, or None if the GPUs do not suffice.
+        """Return cuts that finish by `makespan_s`, or None if there are too few GPUs.
 
         If `only` is given, no other configurations are used.
         """

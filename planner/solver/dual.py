@@ -1,11 +1,12 @@
 """Tighten the lower bound if KV room or sequence slots are short, with prices from a linear program.
 
-An instance that ends by T and whose longest request has L tokens meets several limits. The work of its requests leaves
-time for L iterations. It also leaves time for the iterations that their KV footprints require (remaining tokens times
-the share of the room, see `room_shares`), and for those that the slots require (remaining tokens over max_sequences).
-Any weights of these limits price each request's share of the instance, as in `bound`. The linear program, over
-configurations and classes of lengths, finds the weights that give the highest bound. The bound itself is computed from
-the requests, so it does not depend on the program's rounding or classes.
+An instance that ends by T and whose longest request has L tokens meets three limits. The work of its requests leaves
+time for L iterations. It leaves time for the iterations that their KV footprints require, which are the remaining
+tokens times the share of the room (see `room_shares`). It also leaves time for the iterations that the slots require,
+which are the remaining tokens over max_sequences. Any weights of these limits determine a price for each request's
+share of the instance, as in `bound`. The linear program, over configurations and classes of lengths, finds the weights
+that give the highest bound. The bound itself is computed from the requests, so it does not depend on the program's
+rounding or classes.
 """
 
 import numpy as np

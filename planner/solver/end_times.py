@@ -27,9 +27,9 @@ def decode_s(
 ) -> NDArray[np.float64]:
     """Return the seconds until the last request of each instance ends, as an array indexed by sample and instance.
 
-    `remaining_tokens` is indexed by sample and request. A request larger than the KV cache runs alone. With `roughly`,
-    instances whose requests do not fit at once are assumed to keep their slots or KV room in full use, which is much
-    faster to compute.
+    `remaining_tokens` is indexed by sample and request. A request larger than the KV cache runs alone. If `roughly` is
+    True, instances whose requests do not fit at once are assumed to use all slots or all KV room throughout, which is
+    much faster to compute.
     """
     starts, order = fleet.starts, fleet.order
     filled = np.flatnonzero(np.diff(starts))
@@ -71,7 +71,7 @@ def ends_if_later_s(
     wait_s: float,
     correction: float,
 ) -> NDArray[np.float64]:
-    """Return, for each sample, the seconds until all requests end if `fleet` takes over from `now` after `wait_s`.
+    """Return, for each sample, the seconds until all requests end if `fleet` replaces the fleet `now` after `wait_s`.
 
     Requests that end during `wait_s` do not move; the contexts of all other requests grow during that time. If all
     requests end within `wait_s`, the result is `wait_s`. `remaining_tokens` is indexed by sample and request;
@@ -101,7 +101,7 @@ def iterations(footprint: Ints, remaining: Ints, starts: Ints, slots: Ints, room
     """Return, for each engine, the number of iterations until its last request ends.
 
     `footprint` and `remaining` are indexed by request. Engine i has the requests at `starts[i]:starts[i + 1]`, at least
-    one, in order of admission. A footprint larger than `room` counts as `room`.
+    one, in order of admission. A footprint larger than `room` is treated as `room`.
     """
     sizes = np.diff(starts)
     at = np.repeat(np.arange(len(sizes)), sizes)
@@ -206,8 +206,7 @@ class _Walks:
             setattr(self, name, getattr(self, name)[engines])
 
     def _alone(self, place: int) -> int:
-        """Advance one engine to its end, without the others, and return the iteration at which its last request
-        ends."""
+        """Advance a single engine to its end, and return the iteration at which its last request ends."""
         count, span = int(self.count[place]), slice(self.at[place], self.stop[place])
         ends = (self._ends[:count, place] // self._rows).tolist()
         return admit_onwards(

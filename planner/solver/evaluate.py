@@ -2,8 +2,8 @@
 
 The cost model is that of `orchestrrl plan solve`.
 
-In any order of admission, an instance takes alpha for each iteration plus the work of its requests. The order only
-determines the number of iterations, and only if the requests do not all fit at once.
+In any order of admission, an instance takes alpha for each iteration plus the work of its requests. The order of
+admission only affects the number of iterations, and only if the requests do not all fit at once.
 """
 
 from collections.abc import Iterable
@@ -100,7 +100,8 @@ class InstanceLoads:
 
 
 def with_idle(columns: ProblemColumns, placement: FleetPlacement) -> FleetPlacement:
-    """Return the placement plus the idle current instances whose GPUs it does not need: stopping them gains nothing."""
+    """Return the placement plus the idle current instances whose GPUs it does not need, because stopping them gains
+    nothing."""
     fleet, current = placement.fleet, columns.problem.current
     taken = {gpu for gpus in fleet.gpus for gpu in gpus}
     idle = [index for index, instance in enumerate(current) if taken.isdisjoint(instance.gpus)]

@@ -38,7 +38,7 @@ NO_TRANSFER = KvTransferCost(0.0, 0.0, 0.0)  # moved requests are recomputed
 
 @dataclass(frozen=True, slots=True)
 class LiveFleet:
-    """The part of the fleet that a plan decides on: responding engines with a known configuration.
+    """The part of the fleet that a plan can change: responding engines with a known configuration.
 
     `requests` are the requests on these engines and the requests on no engine, in the snapshot's order. All arrays
     follow this order.
@@ -148,7 +148,8 @@ def _id_of(engine: EngineView) -> ConfigurationId:
 
 
 def _as_reported(configuration: Configuration, engines: Sequence[EngineView]) -> Configuration:
-    """Return the configuration with the median limits of its running engines, which are expected for new engines."""
+    """Return the configuration with the median limits of its running engines. New engines are expected to have the same
+    limits."""
     alike = [configuration.limited_as(e) for e in engines if e.configuration == configuration.id]
     if not alike:
         return configuration
@@ -166,10 +167,11 @@ def _gpus(
     gpus_count: int,
     per_node: int,
 ) -> tuple[dict[EngineId, tuple[GpuId, ...]], int, Hold | None]:
-    """Return the GPUs of each of `engines`, the number of GPUs, and a Hold if GPUs must not be given to other engines.
+    """Return the GPUs of each of `engines` and the number of GPUs, and a Hold if the GPUs must not be assigned to other
+    engines.
 
-    Engines that do not report their GPUs are assigned free GPUs for the estimate. The assignment is certain only if
-    there is one such engine and exactly as many GPUs remain as it takes.
+    For the estimate, free GPUs are assigned to engines that do not report their GPUs. The assignment is certain only if
+    there is one such engine and the number of free GPUs is exactly its size.
     """
     reported = {e.id: tuple(sorted(e.gpus)) for e in engines if len(set(e.gpus)) == known[_id_of(e)].gpus}
     taken = {int(gpu) for gpus in reported.values() for gpu in gpus}
@@ -192,7 +194,7 @@ def _gpus(
 
 
 def _lost(all_engines: Sequence[EngineView], of: Mapping[EngineId, Sequence[GpuId]], count: int) -> Hold | None:
-    """Return a Hold if engines that are not planned may still use GPUs that seem free; otherwise None."""
+    """Return a Hold if engines that are not part of the plan may still use GPUs that seem free; otherwise None."""
     free = set(range(count)) - {gpu for gpus in of.values() for gpu in gpus}
     others = [engine for engine in all_engines if engine.id not in of]
     lost = [engine.id for engine in others if free & set(engine.gpus)]

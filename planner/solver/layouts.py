@@ -1,8 +1,8 @@
 """Select the layouts that a planner chooses from, biased by the phase of the step. Has no side effects.
 
-These are the second and third heuristics of the paper (section 4.1): TP stays inside a node or takes whole nodes; AFD
-uses only ratios of attention to FFN GPUs that keep both sides busy; engines are narrow while batches are large, and
-wide in the tail.
+This implements the second and third heuristics of the paper (section 4.1). TP stays inside a node or takes whole nodes.
+AFD uses only ratios of attention to FFN GPUs that keep both sides busy. Engines have few GPUs while batches are large,
+and many GPUs in the tail.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,8 @@ def candidates(
     phase: StepPhase | None = None,
     precision: Precision | None = None,
 ) -> list[EngineProfile]:
-    """Return the profiles of the layouts that fit; with a `phase`, only those close to the best layout of that phase.
+    """Return the profiles of the layouts that fit. If a `phase` is given, return only the profiles close to the best
+    layout of that phase.
 
     Only the best AFD ratios are kept. The narrowest layout that fits is kept in every phase, because a fleet may need
     it for its remaining GPUs.
@@ -105,7 +106,7 @@ def bulk_cost(profile: EngineProfile) -> float:
 
 
 def tail_cost(profile: EngineProfile) -> float:
-    """Return the seconds per token of a sequence in the tail of a step, where few long sequences run."""
+    """Return the seconds per token of a sequence in the tail of a step, when few long sequences run."""
     return profile.step.at(TAIL_SEQUENCES, TAIL_SEQUENCES * JUDGED_CONTEXT_TOKENS)
 
 

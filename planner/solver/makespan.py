@@ -76,7 +76,7 @@ def _raised_s(table: ProblemColumns, bound_s: float, high_s: float) -> float:
 
 
 def _readmitted(table: ProblemColumns, candidates: Sequence[FleetPlacement], bound_s: float) -> list[FleetPlacement]:
-    """Return the best candidates that admit requests in waves, after improving their admission order and balance."""
+    """Return the best candidates that admit requests in waves, with improved admission orders and more even loads."""
     budget = table.problem.work_budget
     work = SearchBudget(WAVES_WORK + WAVES_EACH * table.count if budget is None else budget // 2)
     return sooner(table, candidates, bound_s * (1 + ENOUGH), work)
@@ -114,14 +114,15 @@ def as_placed(table: ProblemColumns) -> FleetPlacement:
 
 
 def _packed(table: ProblemColumns, bound_s: float, high_s: float) -> list[FleetPlacement]:
-    """Return a list of one placement, which packs long requests together, or an empty list if none is found."""
+    """Return a list with one placement that packs long requests together, or an empty list if no such placement is
+    found."""
     cuts = soonest_cut(table, bound_s, high_s) if table.count else None
     placement = None if cuts is None else packed(table, cuts)
     return [] if placement is None else [placement]
 
 
 def _homogeneous(table: ProblemColumns) -> list[FleetPlacement]:
-    """Return static fleets of one configuration each; requests are placed longest first on the least loaded
+    """Return static fleets of one configuration each. Requests are placed longest first, each on the least loaded
     instance."""
     found: list[FleetPlacement] = []
     for index in range(len(table.problem.configurations)):
@@ -133,8 +134,8 @@ def _homogeneous(table: ProblemColumns) -> list[FleetPlacement]:
 
 
 def _spread(table: ProblemColumns, below_s: float) -> list[FleetPlacement]:
-    """Return static fleets filled by other measures of load than `_homogeneous` uses, if any may end before
-    `below_s`."""
+    """Return static fleets filled by the measures of load that `_homogeneous` does not use, if any of them may end
+    before `below_s`."""
     kinds = [kind for kind in np.flatnonzero(table.placeable).tolist() if table.count and table.fits(kind).all()]
     least = {kind: least_s(table, kind, int(table.placeable[kind])) for kind in kinds}
     kinds = sorted((kind for kind in kinds if least[kind] < below_s), key=least.__getitem__)

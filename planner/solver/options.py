@@ -158,7 +158,7 @@ def consider(
     *,
     only_as_deployed: bool = False,
 ) -> FleetOptions:
-    """Build and evaluate every family of fleets.
+    """Build and evaluate all families of fleets.
 
     If `only` is given, fleets that change engines use only that configuration. `wait_s` is the time until the next
     plan; 0 means that there is no next plan. With `only_as_deployed`, no engine is changed.
@@ -216,8 +216,8 @@ def _for_the_solver(estimated: Sequence[LiveFleet], dealt: _Member | None, corre
     """Return the fleets to solve, one per length estimate.
 
     With few requests, all estimates are used. Otherwise only the estimate of the best `dealt` fleet is used, with the
-    configurations that are efficient for at least one request. From any estimate, the solver either improves slightly
-    on that fleet or packs requests that only might be long, so the other estimates add little.
+    configurations that are efficient for at least one request. With any estimate, the solver either improves slightly
+    on that fleet or packs requests that may not be long after all. The other estimates therefore add little.
     """
     if len(estimated) == 1 or dealt is None or len(estimated[0].requests) <= SOLVED_BY_ALL:
         return estimated
@@ -226,7 +226,7 @@ def _for_the_solver(estimated: Sequence[LiveFleet], dealt: _Member | None, corre
 
 
 def _unless_found_out(mixed: _Family, dealt: _Member | None) -> _Family:
-    """Return the family `mixed`, but without members if the samples show it to be far worse than the `dealt` fleet."""
+    """Return the family `mixed`, without its members if they are far worse than the `dealt` fleet on the samples."""
     if dealt is None or not mixed.members or mixed.members[0].screened_s <= FOUND_OUT * dealt.screened_s:
         return mixed
     why = f"built for one estimate of the lengths, it ends in {mixed.members[0].screened_s:.0f} s over all samples"

@@ -78,7 +78,8 @@ def _bisect(
 
 
 def packed(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> FleetPlacement | None:
-    """Return the cuts as a placement that keeps instances where possible; None if the new instances do not fit."""
+    """Return the cuts as a placement that keeps current instances where possible. Return None if the new instances do
+    not fit."""
     to = match(columns, cuts, _kept(columns, cuts))
     kept = {instance: place for place, instance in enumerate(to) if instance >= 0}
     fresh = [place for place in range(len(cuts)) if to[place] < 0]
@@ -136,7 +137,7 @@ def _cut_of_requests(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> Int
 
 
 def _kept(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> list[int]:
-    """Return the current instances to keep: for each configuration, at most as many as there are kept cuts."""
+    """Return the current instances to keep. For each configuration, there are at most as many as cuts with `kept` set."""
     wanted = np.bincount([cut.configuration for cut in cuts if cut.kept], minlength=len(columns.gpus))
     kept: list[int] = []
     for configuration in np.flatnonzero(wanted).tolist():

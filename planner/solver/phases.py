@@ -1,10 +1,10 @@
-"""Fit step times as lines over the batch sizes ahead in a step, and select the configurations to evaluate. Has no side
-effects.
+"""Fit step times as lines over the batch sizes expected in the rest of a step, and select the configurations to
+evaluate. Has no side effects.
 
 This is the third heuristic of the paper (section 4.1): a bias that follows the phase of the step. A nonlinear curve is
-approximated by a line that is right on average over the batch sizes ahead: large batches while there are many requests,
-small batches in the tail. The cost of spilling KV to CPU memory is included for batches that exceed the GPUs' KV
-capacity.
+approximated by a line that is accurate on average over the batch sizes expected in the rest of the step. They are large
+while there are many requests, and small in the tail. The cost of spilling KV to CPU memory is included for batches that
+exceed the GPUs' KV capacity.
 
 Choosing fleets by such lines is almost as good as by the curves, even for mixture-of-experts models, whose curves bend:
 tests/planner/solver/test_lines_decide.py compares both.
@@ -44,8 +44,8 @@ def iterations_ahead(remaining_tokens: ArrayLike, instances: int, most: int) -> 
 def line_over(curve: Curve, iterations: NDArray[np.float64]) -> tuple[float, float]:
     """Return intercept and slope, both >= 0, of the line that fits the curve best.
 
-    Batch sizes are weighted by `iterations` (see `iterations_ahead`), so that the total duration is right except for
-    the share of SPREAD, which is distributed over all batch sizes.
+    Batch sizes are weighted by `iterations` (see `iterations_ahead`), so that the total duration is accurate. A share
+    SPREAD of the weight is distributed evenly over all batch sizes.
     """
     straight = straight_line(curve)
     if straight is not None:
@@ -100,8 +100,8 @@ def worth_evaluating(
 ) -> tuple[ConfigurationId, ...]:
     """Return the configurations that a plan should evaluate, in the order of `profiles`.
 
-    If there are at most FEW profiles, all are returned. Otherwise, a profile is returned if it is close to the best one
-    in the phase of the step, if an engine runs it, or if it is in `always`.
+    If there are at most FEW profiles, all are returned. Otherwise, a profile is returned if its cost in the phase of
+    the step is close to the lowest, if an engine runs it, or if it is in `always`.
     """
     if len(profiles) <= FEW:
         return tuple(profile.id for profile in profiles)

@@ -21,10 +21,11 @@ RUNNING, WAITING, NEW = 0, 1, 2  # values of Requests.state
 
 @dataclass(frozen=True, slots=True)
 class KvTransferCost:
-    """The cost of moving a request, in seconds: KV transfer over per-GPU links, or recomputing its context.
+    """The cost of moving a request in seconds, by KV transfer over per-GPU links or by recomputing its context.
 
-    An engine receives or recomputes one context after the other. The fixed costs do not stop its decoding, and arise
-    once for all requests that arrive together by one method. A rate of 0 means that there is no such link.
+    An engine receives or recomputes one context after the other. The fixed costs do not stop the engine's decoding.
+    They are paid once for all requests that arrive together by one method. A rate of 0 means that there is no such
+    link.
     """
 
     inter_node_gbps_per_gpu: float
@@ -128,7 +129,7 @@ class Migration(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """The solver's result. With a current fleet, the decision is `keep` unless a change gains more than epsilon."""
+    """The solver's result. If there is a current fleet, the decision is `keep` unless a change gains more than epsilon."""
 
     decision: str  # reconfigure | rebalance | keep
     reason: str

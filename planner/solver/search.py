@@ -66,8 +66,8 @@ class AdmissionOrders:
         return best, best_order
 
     def _orders(self, configuration: int, requests: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Yield the orders to try: all orders of few requests; of many requests, longest first and one improved
-        order."""
+        """Yield the orders to try: all orders if there are few requests, otherwise the order by descending length and
+        one improved order."""
         lefts, rooms = self.remaining, self.footprint
         if len(requests) <= ALL_ORDERS:
             yield from permutations(requests)
@@ -167,8 +167,8 @@ class PlacementSearch:
     def insert(self, until_s: float | None = None) -> bool:
         """Place all requests, longest first, each on the instance that finishes earliest with it.
 
-        With `until_s`, each request is placed on the instance on which it takes the fewest GPU-seconds, of the
-        instances that finish by `until_s`. Return False, and change nothing, if a request cannot be placed.
+        If `until_s` is given, each request is placed on the instance on which it takes the fewest GPU-seconds, among
+        the instances that then finish by `until_s`. Return False without changes if a request cannot be placed.
         """
         count = len(self.configuration)
         held: list[list[int]] = [[] for _ in range(count)]
@@ -205,8 +205,8 @@ class PlacementSearch:
     def _quick_s(self, instance: int, load: _Load, so_far_s: float, request: int) -> float:
         """Return the finish time of the instance with `request` added.
 
-        `request` must not be longer than the requests of `load`. If they do not all run at once, the result is a lower
-        bound.
+        `request` must not be longer than the requests of `load`. If the requests do not all run at once, the result is
+        a lower bound.
         """
         room, left = self.orders.footprint[request], self.orders.remaining[request]
         capacity, slots = self.capacity[instance], self.slots[instance]

@@ -61,8 +61,8 @@ def _taken(columns: ProblemColumns, start: FleetPlacement, orders: AdmissionOrde
 
 
 def _promising(columns: ProblemColumns, orders: AdmissionOrders) -> list[SolverFleet]:
-    """Return the fleets of the most promising combinations of instance kinds; one fleet of each is filled to
-    compare."""
+    """Return the fleets of the most promising combinations of instance kinds. To compare the combinations, one fleet of
+    each is filled with requests."""
     alike: dict[tuple[tuple[int, bool], ...], list[SolverFleet]] = {}
     for fleet in fleets(columns, MOST_FLEETS):
         kinds = zip(fleet.configuration.tolist(), (fleet.current >= 0).tolist(), strict=True)
@@ -197,8 +197,8 @@ class _Walk:
         return options
 
     def _kept(self, mine: tuple[Part, ...]) -> Iterator[tuple[Part, ...]]:
-        """Yield sets of instances to keep: all subsets of at most ANY_KEPT instances; of more, per configuration only
-        the instances that are the most expensive to leave."""
+        """Yield sets of instances to keep. If there are at most ANY_KEPT instances, all subsets are yielded.
+        Otherwise, each set contains, per configuration, only the instances that are the most expensive to leave."""
         if len(mine) <= ANY_KEPT:
             for size in range(len(mine), -1, -1):
                 yield from combinations(mine, size)

@@ -118,7 +118,7 @@ class Waves:
     # --- one instance
 
     def _costs_s(self, instance: int, requests: Ints) -> Floats:
-        """Return the seconds that each request costs the instance, for its work and its move."""
+        """Return the seconds that each request adds to the instance by its work and its move."""
         configuration = int(self.fleet.configuration[instance])
         moved_s = moves_s(self.columns, self.fleet, requests, np.full(len(requests), instance))
         costs_s: Floats = self.columns.work_s[configuration, requests] + moved_s
@@ -196,7 +196,8 @@ class Waves:
         return False
 
     def _fitting(self, last: int, other: int) -> list[tuple[int, float]]:
-        """Return the requests whose move closes about half of the gap between the two instances, with their cost."""
+        """Return the requests whose move closes about half of the gap between the two instances, with their costs at
+        the destination."""
         held = np.array([each for each in self.order[last] if self.footprint[each] <= self.capacity[other]], np.int64)
         if not len(held):
             return []
@@ -212,7 +213,7 @@ class Waves:
     def _moved(self, request: int, cost_s: float, source: int, destination: int) -> bool:
         """Move the request if both instances then finish earlier than the source did; return whether it was moved.
 
-        `cost_s` is the request's work and move at the destination.
+        `cost_s` is the time that the request's work and move take at the destination.
         """
         limit_s = self.finish_s[source] * (1 - STEP)
         rest = [each for each in self.order[source] if each != request]

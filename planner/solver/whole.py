@@ -27,7 +27,7 @@ STEP = 0.002  # first relative increase of a bound
 def raised_s(columns: ProblemColumns, bound_s: float, high_s: float, tight: bool) -> float:
     """Return a lower bound of at least `bound_s`. `high_s` is the makespan of the best known placement.
 
-    `tight` states whether KV room or slots are short.
+    `tight` states whether KV room or slots limit the number of requests that run at once.
     """
     if not 0 < columns.count <= MOST_REQUESTS or units(columns) > MOST_UNITS:
         return bound_s
@@ -133,7 +133,7 @@ def _knapsacks(cost_s: Floats, weights: Floats, starts: Ints) -> list[tuple[Floa
 
 
 def _filled(costs_s: Floats, gains: Floats, room_s: float) -> float:
-    """Return the maximum weight served within `room_s` seconds; the last request may count in part."""
+    """Return the maximum weight served within `room_s` seconds. The last request may be served in part."""
     if room_s < 0:
         return 0.0
     room_s *= 1 + SAFETY

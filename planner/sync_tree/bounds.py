@@ -1,9 +1,10 @@
-"""Compute the time that no plan can beat, and the best time of sending directly from holders. Has no side effects.
+"""Compute a lower bound on the duration of any plan, and the best duration of sending directly from holders. Has no
+side effects.
 
-Both are fluid: circuits and waves may be fractional. The bound is the longest time of any part of the network for the
-bytes that it must carry in any plan. Each receiver's NIC carries the shards that it needs. Each pod and ToR receives
-every shard that is needed and not held in it, once. The holders send every shard at least once, distributed optimally
-over them (a linear program). Every crossing between pods uses circuits at both ends."""
+Both assume that circuits and waves may be fractional. The bound is the longest time that any part of the network takes
+for the bytes that it must carry in any plan. Each receiver's NIC carries the shards that it needs. Each pod and ToR
+receives once every shard that is needed and not held in it. The holders send every shard at least once. A linear
+program distributes this sending over them optimally. Every crossing between pods uses circuits at both ends."""
 
 import math
 from collections import Counter, defaultdict
@@ -107,8 +108,8 @@ def _places(of: Ints, ends: Ends) -> set[int]:
 
 
 def _relayed_s(problem: SyncProblem, needed: Mapping[tuple[Ends, Ends], float]) -> float:
-    """Return the seconds for sending all deliveries over the NICs of all possible senders, which are the endpoints that
-    hold or receive a shard."""
+    """Return the seconds for sending all deliveries over the NICs of all possible senders. An endpoint that holds or
+    receives a shard can send it."""
     total = sum(gigabits * len(receivers) for (_, receivers), gigabits in needed.items())
     senders = {end for ends in needed for end in (*ends[0], *ends[1])}
     return total / float(problem.nic_gbps[sorted(senders)].sum()) if total else 0.0
@@ -134,9 +135,9 @@ def _crossing_s(problem: SyncProblem, pods_of: Sequence[PodsOf]) -> float:
 
 
 def _cuts_s(pods_of: Sequence[PodsOf], capacity: Floats, among: Sequence[int]) -> float:
-    """Return the seconds that shards take to enter sets of pods, such as sites, whose links among themselves are faster
-    than their links to other pods. Shards that are needed but not held in a set enter it once. `among` lists the pods
-    that hold or need shards; `capacity` is in Gbps, indexed by two positions in `among`."""
+    """Return the seconds that shards take to enter sets of pods, such as sites. The links inside a set are faster than
+    its links to other pods. A shard that is needed but not held in a set enters it once. `among` lists the pods that
+    hold or need shards; `capacity` is in Gbps, indexed by two positions in `among`."""
     from scipy.sparse.csgraph import connected_components
 
     longest_s = 0.0
@@ -171,9 +172,9 @@ def _boundary_gbps(problem: SyncProblem) -> Floats:
 
 
 class _Program:
-    """A linear program for the least time in which amounts of data pass limits. Fixed amounts load given limits; other
-    amounts are spread over alternatives, each of which loads several limits. If pods are not connected in pairs,
-    `pod_in`, `pod_out` and `pair` are not limits."""
+    """A linear program for the least time in which amounts of data pass limits. A fixed amount uses capacity of given
+    limits. Other amounts are spread over alternatives, each of which uses capacity of several limits. If pods are not
+    connected in pairs, `pod_in`, `pod_out` and `pair` are not limits."""
 
     def __init__(self, problem: SyncProblem) -> None:
         self._problem = problem
@@ -190,8 +191,8 @@ class _Program:
             self._alone[limit] += gigabits
 
     def spread(self, gigabits: float, ways: Iterable[Iterable[Limit]]) -> None:
-        """Spread an amount over alternative ways, each a list of limits. Ways with a limit of no capacity are
-        dropped."""
+        """Spread an amount over alternatives, each of which is a list of limits. Alternatives with a limit of no
+        capacity are dropped."""
         open_ways = {tuple(way) for way in ways if all(self._capacity(limit) > 0 for limit in way)}
         if len(open_ways) == 1:  # a single alternative needs no program
             self.load(gigabits, *open_ways.pop())
@@ -199,7 +200,7 @@ class _Program:
             self._spread[tuple(sorted(open_ways))] += gigabits
 
     def seconds(self, rounding: float = _SOLVERS_ROUNDING) -> float:
-        """Return the least time in seconds. Raises Unreachable if a loaded limit has no capacity, or all alternatives
+        """Return the least time in seconds. Raises Unreachable if a used limit has no capacity, or if all alternatives
         of an amount were dropped."""
         for limit in sorted(self._alone):
             if self._capacity(limit) <= 0:

@@ -1,10 +1,10 @@
 """Turn a filled wave into edges: trees inside pods (phase B) below the crossings (phase A), and all rates. Has no side
 effects.
 
-All edges of a wave end together, except for delays from the edges above them. Inside a pod each piece gets a tree. A
-tree enters each ToR once, at a head, and spreads below the ToR from this head. An endpoint that has used its sending
-time in the wave gets no more children, so that the trees of one wave have different inner nodes and all endpoints share
-the sending. Within that limit, trees are as shallow as possible."""
+All edges of a wave end at the same time, except for delays from the edges above them. Inside a pod each piece gets a
+tree. A tree enters each ToR once, at one endpoint (the head), and spreads below the ToR from there. An endpoint that
+has used its sending time in the wave gets no more children, so that the trees of one wave have different inner nodes
+and all endpoints share the sending. Within that limit, trees are as shallow as possible."""
 
 import heapq
 from collections.abc import Sequence
@@ -63,8 +63,8 @@ def _budgets(pod: LocalPod) -> tuple[list[float], list[float]]:
 
 
 def _spread(pod: LocalPod, only: Sequence[tuple[set[int], set[int]]]) -> tuple[float, tuple[Ints, ...]]:
-    """Return the longest overrun of an endpoint or a ToR, in seconds, and the trees. `only` has, for each tree, the
-    only endpoint and the only ToR that can start it, if any: they reserve the time for one child until the tree
+    """Return the longest overrun of an endpoint or a ToR in seconds, and the trees. If only one endpoint or only one
+    ToR can start a tree, `only` contains it for that tree, and it reserves the time for one child until the tree
     starts."""
     budget, tor_budget = _budgets(pod)
     for piece, (ends, tors) in zip(pod.pieces, only, strict=True):
@@ -124,8 +124,9 @@ class _Tree:
         heapq.heappush(self._queue, (depth, -self._budget[endpoint], endpoint))
 
     def _next(self) -> tuple[int, int] | None:
-        """Return the highest parent with time for a child, and the child's ToR; None if no parent has time. The child
-        is in a ToR that was not entered yet if there is one and the parent can also serve its own ToR."""
+        """Return the parent closest to the root that has time for a child, and the child's ToR. Return None if no
+        parent has time. The child is in a ToR that was not entered yet if there is one and the parent can also serve
+        its own ToR."""
         size = self._gigabits * _LESS
         while self._queue:
             depth, _, parent = self._queue[0]
@@ -138,8 +139,8 @@ class _Tree:
         return None
 
     def _freest_leaving(self, depth: int) -> int | None:
-        """Return the endpoint at this depth that can send to another ToR and whose ToR has the most time left, then the
-        endpoint itself; None if no endpoint can."""
+        """Return the endpoint at this depth that can send to another ToR. Endpoints whose ToR has the most time left
+        are preferred, then endpoints with the most time left. Return None if no endpoint can send to another ToR."""
         pod, size, best = self._pod, self._gigabits * _LESS, None
         for _, _, end in (each for each in self._queue if each[0] == depth):
             tor, budget = pod.tor[end], self._budget[end]
@@ -149,8 +150,8 @@ class _Tree:
         return None if best is None else -best[2]
 
     def _over(self) -> tuple[int, int] | None:
-        """Return the parent that exceeds its time the least by sending to one more child, and the child's ToR; None if
-        no receiver can be served."""
+        """Return the parent that exceeds its time the least by sending to one more child, and the child's ToR. Return
+        None if no receiver can be served."""
         pod, best = self._pod, None
         for tor in (tor for tor, missing in self._missing.items() if missing):
             for parent, depth in self._depth.items():
@@ -176,8 +177,8 @@ class _Tree:
 
 
 class EdgeLaying:
-    """Builds the edges of a site's waves. `stripes` is the number of trees per piece inside a pod, each of which
-    carries an equal part of the piece."""
+    """Builds the edges of a site's waves. `stripes` is the number of trees per piece inside a pod. Each tree carries an
+    equal part of the piece."""
 
     def __init__(self, problem: SyncProblem, stripes: int) -> None:
         self._problem = problem
@@ -303,7 +304,8 @@ def wave_of(problem: SyncProblem, rows: Sequence[EdgeRow]) -> Wave:
 
 def equalise(problem: SyncProblem, crossings: Sequence[PodCrossing], left: Ints, between: Ints | None) -> None:
     """Assign spare circuits, one at a time, to the edge that would take longest, if both of its pods have a spare
-    circuit. `between` has the spare circuits of each pair of pods; None if any two pods can be connected."""
+    circuit. `between` has the number of spare circuits of each pair of pods, or is None if any two pods can be
+    connected."""
     gbps = [problem.circuit_gbps(int(problem.pod[each.src]), int(problem.pod[each.dst])) for each in crossings]
     queue = [(-each.piece.gigabits / gbps[number], number) for number, each in enumerate(crossings)]
     heapq.heapify(queue)

@@ -1,5 +1,5 @@
-"""Map each rank to its part of each parameter, in Megatron's layout (TP, PP, EP, replicas) and in vLLM's. Has no side
-effects.
+"""Map each rank to its part of each parameter, in Megatron's layout (TP, PP, EP, replicas) and in vLLM's layout. Has no
+side effects.
 
 A rank's tensor consists of boxes of the whole tensor, stacked along one axis. This describes both the owners of
 elements and their place in memory. Sources: Megatron-core's parallel_state (rank order tp-cp-ep-dp-pp; linear_qkv is
@@ -26,7 +26,7 @@ class LocalShard:
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
     """The layout of one vLLM engine. Rank is (dp * PP + stage) * TP + tp. Experts are divided over all DP x TP ranks of
-    a stage: each rank has whole experts with `has_expert_parallel`, otherwise a part of every expert."""
+    a stage. Each rank has whole experts if `has_expert_parallel` is True, otherwise a part of every expert."""
 
     endpoints: tuple[int, ...]  # [rank]
     tp: int = 1
@@ -63,7 +63,8 @@ class EngineLayout:
 class TrainerLayout:
     """The layout of a Megatron trainer. Rank is (stage * replicas + replica) * TP + tp; ranks of context parallelism
     count as replicas. Experts have their own grid inside a stage: (replica * EP + ep) * expert_tp + tp. Fused
-    parameters are in Megatron's order: q, k and v of one KV group after another; gate and up of each rank together."""
+    parameters are in Megatron's order: q, k and v are stored together for each KV group, and gate and up are stored
+    together for each rank."""
 
     endpoints: tuple[int, ...]  # [rank]
     tp: int = 1
@@ -113,7 +114,8 @@ def vllm_stages(layers: int, pp: int) -> tuple[int, ...]:
 
 
 def megatron_stages(layers: int, pp: int, chunks: int = 1) -> tuple[int, ...]:
-    """Return the stage of each layer; with `chunks` per stage (virtual pipeline), stages take chunks round-robin."""
+    """Return the stage of each layer. If there are several `chunks` per stage (virtual pipeline), chunks are assigned
+    to the stages round-robin."""
     if layers % (pp * chunks):
         raise ValueError(f"{layers} layers cannot be divided by {pp} stages of {chunks} chunks")
     each = layers // (pp * chunks)
@@ -189,7 +191,7 @@ def _within(whole: tuple[LocalShard, ...], first: int, last: int) -> tuple[Local
 
 
 def chunk(length: int, part: int, of: int) -> Range:
-    """Return the range of part `part` as torch.chunk divides `length`: the last parts may be shorter or empty."""
+    """Return the range of part `part` if `length` is divided as by torch.chunk. The last parts may be shorter or empty."""
     each = -(-length // of)
     return min(length, part * each), min(length, (part + 1) * each)
 

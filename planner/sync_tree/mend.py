@@ -1,8 +1,8 @@
 """Plan new edges after edges broke or a peer died, so that every missing byte still arrives once. Has no side effects.
 
-If no running edge brings the bytes that a peer lacks, they come from another peer that has them, or that receives them
-by edges that still run and is therefore not below that peer. A new edge never waits for an edge of a later wave.
-Otherwise, peers that begin waves in order could wait for each other."""
+If no running edge brings the bytes that a peer lacks, a new edge brings them from another peer. That peer either has
+the bytes already, or receives them by edges that still run and that do not begin at the first peer. A new edge never
+waits for an edge of a later wave. Without this rule, peers that begin waves in order could wait for each other."""
 
 import itertools
 from collections import defaultdict
@@ -23,12 +23,12 @@ def mend(
     weight: Weight = lambda src, dst: 1.0,
     part_bytes: int = 2**28,
 ) -> tuple[list[PeerFlow], Missing]:
-    """Return new flows, and the bytes that no available peer has or will have.
+    """Return the new flows, and the bytes that no available peer has or will receive.
 
     `running` flows bring more bytes unless one of their ends has died; `ended` flows broke before they were complete.
     `missing` has, for each living peer and each shard that it has or needs, the ranges that it lacks now. `weight`
-    returns the relative time of a byte between two peers; None means no connection. Sources share the sending in parts
-    of at most `part_bytes`."""
+    returns the relative time to send a byte between two peers, or None if they have no connection. Sources share the
+    sending in parts of at most `part_bytes`."""
     runs: defaultdict[str, list[PeerFlow]] = defaultdict(list)
     over: defaultdict[str, list[PeerFlow]] = defaultdict(list)
     sending: defaultdict[PeerId, float] = defaultdict(float)
@@ -109,7 +109,7 @@ class _Mending:
         return sorted(found)
 
     def _from(self, dst: PeerId, sending: Mapping[PeerId, float], weight: Weight) -> tuple[PeerId, int] | None:
-        """Return the source that would send soonest, and the wave; None if there is no source. A source that is itself
+        """Return the source that can send first, and the wave. Return None if there is no source. A source that is
         still receiving the bytes must receive them first."""
         was = self._was.get(dst, 0)
         best: tuple[tuple[float, bool, PeerId], int] | None = None
@@ -142,8 +142,8 @@ def _is_fed(peer: PeerId, ranges: Sequence[Range], running: Sequence[PeerFlow]) 
 
 
 def _parts(lacking: Mapping[PeerId, Sequence[Range]], feeds: Sequence[PeerFlow], most: int) -> Iterator[Range]:
-    """Yield the (first, last) ranges that some peer lacks, cut wherever the set of lacking peers or of flows
-    changes."""
+    """Yield the (first, last) ranges that some peer lacks. Ranges are cut wherever the set of peers that lack them or
+    the set of flows changes."""
     points = {at for ranges in lacking.values() for first, size in ranges for at in (first, first + size)}
     least, greatest = min(points), max(points)
     points |= {at for each in feeds for at in (each.offset, each.offset + each.bytes) if least < at < greatest}

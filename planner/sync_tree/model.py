@@ -60,9 +60,9 @@ def pairs_of(pods: Mapping[str, int], links: Iterable[tuple[str, str, int, float
 
 @dataclass(frozen=True, slots=True)
 class SyncProblem:
-    """The shards to send, and the site at that moment with its capacities. At most `boundary_circuits` circuits leave
-    or enter a pod. Traffic out of a ToR and traffic into it each stay within `tor_gbps`, and traffic out of an endpoint
-    and traffic into it each stay within `nic_gbps`."""
+    """The shards to send, and the site at that moment with its capacities. At most `boundary_circuits` circuits connect
+    a pod to other pods. Traffic out of a ToR and traffic into it each stay within `tor_gbps`, and traffic out of an
+    endpoint and traffic into it each stay within `nic_gbps`."""
 
     link_gbps: float
     pods: tuple[str, ...]
@@ -124,8 +124,8 @@ class Wave:
 
 @dataclass(frozen=True, slots=True)
 class SyncPlan:
-    """The waves of a sync. `estimate_s` is the predicted duration of these waves; no plan takes less than
-    `lower_bound_s`; `naive_s` is the best duration if a holder sends to every receiver directly."""
+    """The waves of a sync. `estimate_s` is the predicted duration of these waves. No plan takes less than
+    `lower_bound_s`. `naive_s` is the best duration if holders send to every receiver directly."""
 
     waves: tuple[Wave, ...]
     estimate_s: float

@@ -1,8 +1,8 @@
-"""Formulate a sync as a problem on the network, plan the flows between peers, and compute the capacity left for KV
-moves. Has no side effects.
+"""Convert a sync into a `SyncProblem`, plan the flows between peers, and compute the NIC capacity left for KV moves.
+Has no side effects.
 
-The balancer estimates the cost of moves from the remaining share of hosts' NICs. All rates are shares of the total.
-Circuits and ToRs without a limit get a limit that is never reached."""
+The balancer uses the remaining share of the hosts' NICs to estimate the cost of moves. Circuits and ToRs without a
+limit get a limit that is never reached."""
 
 import itertools
 import math
@@ -75,7 +75,7 @@ class ShardSegment:
 def sync_problem(
     segments: Sequence[ShardSegment], ids: Sequence[PeerId], network: SyncNetwork, settings: SyncSettings
 ) -> SyncProblem:
-    """Return the problem of carrying `segments` between the peers `ids`."""
+    """Return the `SyncProblem` of sending `segments` between the peers `ids`."""
     place = {peer: number for number, peer in enumerate(ids)}
     stations = [network.stations[peer] for peer in ids]
     pods = sorted({station.pod for station in stations})
@@ -120,7 +120,7 @@ def shard_segments(
 ) -> list[ShardSegment]:
     """Return the segments of a shard of `shard_bytes` bytes that peers lack.
 
-    `wanted` has the ranges that each receiver lacks; `there` has the ranges that each holder lacks."""
+    `wanted` maps each receiver to the ranges that it lacks. `there` maps each holder to the ranges that it lacks."""
     points = {
         at for ranges in (*wanted.values(), *there.values()) for first, size in ranges for at in (first, first + size)
     }

@@ -1,4 +1,4 @@
-"""Name the parameters of a model, and describe how parallelism divides each. Has no side effects.
+"""Name the parameters of a model, and describe how parallelism divides each parameter. Has no side effects.
 
 Coordinates are those of the whole tensor in vLLM's order, without padding: fused parameters are concatenated ([q; k;
 v], [gate; up]), and experts are the first axis. Trainers may use another order (`layout.py`)."""
@@ -165,8 +165,8 @@ _MEGATRON = {
 
 
 def megatron_name(name: str) -> str:
-    """Return Megatron-core's name of vLLM's parameter `name`; for experts, without the expert's number at the end.
-    Raises KeyError if the parameter is unknown."""
+    """Return Megatron-core's name of vLLM's parameter `name`. For experts, the name lacks the expert's number at the
+    end. Raises KeyError if the parameter is unknown."""
     prefix, within = "model.layers.", name
     if not name.startswith(prefix):
         return _MEGATRON[name]

@@ -1,5 +1,5 @@
-"""Plan a weight version: waves of pieces over trees, with a lower bound and the naive time for comparison. Has no side
-effects.
+"""Plan the sync of a weight version as waves of pieces over trees, with a lower bound and the duration of direct
+sending for comparison. Has no side effects.
 
 Several ways to cut shards and fill waves are planned in full, and the plan with the shortest predicted time is used.
 Pieces that are small compared with a chunk wait longest for the edges above them; they are sent in separate rounds
@@ -59,8 +59,8 @@ def _best(problem: SyncProblem, cost_s: Cost) -> Waves:
 
 
 def _or_rounds(problem: SyncProblem, best: Waves, cost_s: Cost) -> Waves:
-    """Return rounds with the smallest pieces that the work limit allows if they are clearly better, otherwise
-    `best`."""
+    """Return a plan in rounds with the smallest pieces that the work limit allows if it is clearly faster than `best`;
+    otherwise return `best`."""
     needed = [shard.bytes for shard in problem.shards if shard.receivers]
     more_pieces, clearly = _MORE_PIECES, _CLEARLY
     if problem.pairs is not None:
@@ -87,7 +87,8 @@ def _only(problem: SyncProblem, above: float, most: float) -> SyncProblem:
 
 
 def _in_trees(problem: SyncProblem, most_work: int, cost_s: Cost, *, needs_one: bool = True) -> Waves:
-    """Return the waves of the best strategy within the work limit. With `needs_one`, one strategy is always tried."""
+    """Return the waves of the best strategy within the work limit. If `needs_one` is True, at least one strategy is
+    tried regardless of the limit."""
     tried = (tuple(waves(problem, style)) for style in _styles(problem, most_work, needs_one))
     return min(tried, key=cost_s, default=())
 
@@ -153,15 +154,15 @@ def _styles(problem: SyncProblem, most_work: int, needs_one: bool) -> Iterator[B
 
 
 def _work(problem: SyncProblem, shard: Shard, stripes: int) -> int:
-    """Return an estimate of the work of planning one piece: for each pod that it enters, all other pods, plus its
-    edges."""
+    """Return an estimate of the work of planning one piece: the number of possible source pods, summed over the pods
+    that the piece enters, plus the number of its edges."""
     pods = len(np.unique(problem.pod[list(shard.receivers)]))
     return pods * (len(problem.pods) + 16) + len(shard.receivers) * stripes
 
 
 def _kinds(problem: SyncProblem) -> int:
-    """Return the maximum number of distinct sets of receivers in one pod. This many pieces must enter the pod at once
-    so that all its receivers receive."""
+    """Return the maximum number of distinct sets of receivers in one pod. At least this many pieces must enter the pod
+    at once if all its receivers are to receive at the same time."""
     kinds: dict[int, set[tuple[int, ...]]] = {}
     for receivers in {shard.receivers for shard in problem.shards}:
         for pod, ends in by_pod(problem, receivers).items():

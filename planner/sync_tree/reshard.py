@@ -1,8 +1,9 @@
 """Derive the minimal set of shards between the layouts of trainer and engines, and the order of bytes in each shard.
 Has no side effects.
 
-All elements with the same holders and the same receivers form one shard, across parameters. Senders and receivers read
-a shard as its slices in sequence, each a box in row-major order; `LocalShard` describes their place on either side."""
+All elements with the same holders and the same receivers form one shard, across parameters. The bytes of a shard are
+its slices in sequence. Each slice is a box in row-major order, and `LocalShard` describes its place in memory on either
+side."""
 
 import itertools
 import math
@@ -29,8 +30,9 @@ class ShardSlice:
 
 @dataclass(frozen=True, slots=True)
 class ReshardedVersion:
-    """A shard and its slices. `at_home` lists the endpoints that need the shard and already have it: it is not sent to
-    them, but they must copy it to its new place in memory. A shard that only such endpoints need has no receivers."""
+    """A shard and its slices. `at_home` lists the endpoints that need the shard and already have it. The shard is not
+    sent to them, but they must copy it to its new place in memory. A shard that only such endpoints need has no
+    receivers."""
 
     shard: Shard
     at_home: Ends
@@ -58,9 +60,9 @@ def reshard_boxes(
     having: Mapping[int, Mapping[str, Sequence[Box]]],
     needing: Mapping[int, Mapping[str, Sequence[Box]]],
 ) -> tuple[ReshardedVersion, ...]:
-    """Return the shards for given boxes. `tensors` has the shape and the bytes per element of each tensor, `having` and
-    `needing` the boxes of each endpoint. The function is fast if equal endpoints share one mapping object. Raises
-    ValueError if an endpoint needs elements that no endpoint has."""
+    """Return the shards for given boxes. `tensors` has the shape and the bytes per element of each tensor. `having` and
+    `needing` have the boxes that each endpoint holds and needs. The function is fast if equal endpoints share one
+    mapping object. Raises ValueError if an endpoint needs elements that no endpoint has."""
     groups = _alike(having), _alike(needing)
     parts: _Parts = {}
     known: dict[tuple[object, ...], list[_Cell]] = {}

@@ -1,10 +1,10 @@
-"""Plan waves of depth 0 for small pieces: an endpoint forwards a piece in a later wave than it receives it. Has no side
-effects.
+"""Plan waves of depth 0 for small pieces, in which an endpoint never forwards a piece in the wave in which it receives
+it. Has no side effects.
 
 If edges follow each other in one wave, a piece waits for a whole chunk at each edge; a piece of a few chunks arrives
 sooner without such waits. In each wave, every endpoint with a piece sends it to an endpoint that lacks it, the oldest
-piece first, so that rare pieces find free senders. Of each kind of piece, a new one enters each pod as older pieces
-finish."""
+piece first, so that rare pieces find free senders. When a piece has reached all its receivers in a pod, another piece
+for the same receivers enters the pod."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -180,8 +180,8 @@ class _Rounds:
         return columns[0], columns[1]
 
     def _enter(self, budget: _Budget, seconds: float, least_bytes: int, taken: list[float]) -> None:
-        """Send pieces into other pods, as many as one receiver of each group can receive in a wave. `taken` has the
-        gigabits already sent to each group in the wave."""
+        """Send pieces into pods from other pods: for each group, as many as a single receiver can receive in a wave.
+        `taken` has the gigabits already sent to each group in the wave."""
         order = sorted(
             (number for number, group in enumerate(self._groups) if group.waiting),
             key=lambda number: -sum(piece.bytes for piece in self._groups[number].waiting),
@@ -200,9 +200,9 @@ class _Rounds:
             order = again
 
     def _cross(self, budget: _Budget, group: _Group, least_bytes: int) -> _Piece | None:
-        """Send one piece into the group's pod and return it; None if no piece can be sent. Preferred sources are pods
-        that do not need the piece, and preferred pieces those that no other pod has yet. A pod that also needs the
-        piece comes last, as this uses two of the circuits by which pods receive."""
+        """Send one piece into the group's pod and return it. Return None if no piece can be sent. Sources in pods that
+        do not need the piece are preferred, and so are pieces that no other pod has received yet. A source in a pod
+        that also needs the piece is the last choice, because it uses two of the circuits by which pods receive."""
         best: tuple[int, _Piece, int, int] | None = None
         seeds: dict[int, int | None] = {}  # [bytes]
         least = 2 if not budget.circuits[self._roots].any() else 0 if self._unseen else 1  # lowest possible rank

@@ -1,13 +1,14 @@
 """Compute the part of each tensor of a checkpoint that an engine's ranks load, by its Hugging Face name. Has no side
 effects.
 
-Follows vLLM's division of decoders (`layout.py` lists the sources). Loading too much of a tensor costs bytes, loading
-too little breaks the model. Therefore a tensor is loaded whole if names and shapes do not determine its division:
-unknown names, uneven divisions, KV heads of unknown size, shared experts, and the insides of experts stored as one
-tensor. The embedding also goes to the last stage, because tied models load it there.
+The division is that of decoders in vLLM (`layout.py` lists the sources). Loading too much of a tensor wastes bandwidth,
+but loading too little breaks the model. Therefore a tensor is loaded whole if names and shapes do not determine its
+division. This applies to unknown names, uneven divisions, KV heads of unknown size, shared experts, and the division
+inside experts that are stored as one tensor. The embedding also goes to the last stage, because tied models load it
+there.
 
-Ranks are those of one replica. With data parallelism and no expert parallelism, vLLM divides experts over DP x TP, and
-with dynamic expert placement (EPLB) names do not determine the rank; set TP and EP to 1 in both cases."""
+Ranks are those of one replica. Set TP and EP to 1 in two cases. With data parallelism and no expert parallelism, vLLM
+divides experts over DP x TP. With dynamic expert placement (EPLB), names do not determine an expert's rank."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,7 +46,7 @@ RankNumber = Annotated[int, Interval(ge=0, lt=2**31)]
 @dataclass(frozen=True, slots=True)
 class EngineShare:
     """The part of the weights that an engine's peer needs: all weights, or the weights that its ranks of TP, PP and EP
-    load. Tensors whose division is not determined are needed whole."""
+    load. A tensor whose division cannot be determined is needed whole."""
 
     tp: RankCount = 1
     tp_ranks: tuple[RankNumber, ...] = (0,)
@@ -113,7 +114,7 @@ def _experts(shapes: Shapes) -> dict[str, int]:
 
 
 def _of_experts(name: str, whole: Box, counts: Mapping[str, int], ep: int, ranks: Iterable[int]) -> list[Box]:
-    """Return the part of an expert tensor that the ranks load. Experts are divided evenly, in order; if they do not
+    """Return the part of an expert tensor that the ranks load. Each rank loads consecutive experts. If they do not
     divide evenly, the first ranks have one more."""
     if match := _EXPERT.search(name):
         own = _even_experts(counts[name[: match.start()]], ep, ranks)
@@ -161,9 +162,9 @@ def _divided(
 
 
 def _kv_heads(name: str, shape: tuple[int, ...], shapes: Shapes) -> int:
-    """Return the number of KV heads, or 0 if unknown. The number follows from the size of a head's norm. With as many
-    KV heads as query heads, the number of rows suffices, because TP divides the rows. If the number is unknown, it
-    could be below the number of ranks, in which case heads are copied."""
+    """Return the number of KV heads, or 0 if unknown. The number is derived from the size of a head's norm. If there
+    are as many KV heads as query heads, the number of rows is sufficient, because TP divides the rows. An unknown
+    number could be below the number of ranks, in which case vLLM copies heads."""
     before = name[: name.rindex(".self_attn.") + len(".self_attn.")]
     norm = shapes.get(f"{before}k_norm.weight")
     if norm is not None and len(norm) == 1 and shape[0] % norm[0] == 0:

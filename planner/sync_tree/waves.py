@@ -1,9 +1,10 @@
 """Fill waves: choose the pieces that are sent at once, and their crossings between pods (phase A). Has no side effects.
 
-A wave is filled one piece and one pod at a time, as long as its delivery rate does not drop: next is the group that has
-received the least in this wave, then the group that misses the most. A piece crosses into each pod once, to a seed,
-from a holder or from another pod that has it, so that a pod's circuits are used in both directions. A piece waits for a
-later wave if no circuit is free, or all its senders would prolong the wave. `edges.py` sets the rates."""
+A wave is filled one piece and one pod at a time, as long as its delivery rate does not drop. The next piece goes to the
+group that has received the least in this wave. If several groups have received equally little, it goes to the group
+that misses the most. A piece crosses into each pod once, to a seed, from a holder or from another pod that has it, so
+that a pod's circuits are used in both directions. A piece waits for a later wave if no circuit is free, or all its
+senders would prolong the wave. `edges.py` sets the rates."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -130,8 +131,8 @@ class _Filling:
                 self._turn += 1
 
     def _most_roots(self, making: WaveDraft) -> tuple[int, int]:
-        """Return the maximum number of crossings in one wave, per piece and per family, from pods that need no
-        shard."""
+        """Return the maximum numbers of crossings per piece and per family in one wave that may start in pods that need
+        no shard."""
         needed = {group.pod for group in self._groups if group.pieces}
         free = [pod for pod in range(len(self._problem.pods)) if pod not in needed]
         circuits = int(making.circuits[free].sum())
@@ -147,7 +148,7 @@ class _Filling:
     def _take(
         self, making: WaveDraft, group: PieceGroup, candidates: Sequence[ShardPiece], most_roots: tuple[int, int]
     ) -> ShardPiece | None:
-        """Add the candidate that delays the wave least and return it; None if none fits."""
+        """Add the candidate that delays the wave least and return it. Return None if no candidate fits."""
         best: tuple[tuple[float, ...], ShardPiece, int, int, float] | None = None
         for order, piece in enumerate(candidates):
             floor_s = self._floor_s(making, group, piece)
@@ -264,7 +265,7 @@ class _Filling:
 
     def _least_busy(self, making: WaveDraft, piece: ShardPiece, ends: Ints, pod: int) -> int:
         """Return the least busy of these endpoints in a pod, by the load of the endpoints and their ToRs. Equally busy
-        endpoints alternate."""
+        endpoints are chosen alternately."""
         key = id(ends), piece.bytes
         known = making.least.get(key)
         if known is None or known[0] != making.changes[pod]:

@@ -2,8 +2,8 @@
 effects.
 
 A histogram of a hundred bins has few directions of movement: as tasks come and go, whole ranges of lengths rise and
-fall together. Bins are scaled so that sampling noise is equal in all (correspondence analysis). Steps are smoothed over
-time, so that noise is not taken for movement, and the leading directions are kept as components. In all other
+fall together. Bins are scaled so that sampling noise is equal in all bins (correspondence analysis). Steps are smoothed
+over time, so that noise is not interpreted as movement, and the leading directions are kept as components. In all other
 directions, the forecast is an average.
 """
 

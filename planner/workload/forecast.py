@@ -1,10 +1,11 @@
 """Forecast the remaining tokens of the requests in flight: distributions, a histogram, one estimate each. Has no side
 effects.
 
-Section 4.1 of the paper uses step-level distributions instead of a guess per request. A running request is observed
-only up to its current length, and an output cut by `max_tokens` only up to the cut. Both count as censored (the
-estimator of Kaplan and Meier), because the first requests to finish are short and do not represent the step. The
-forecast made before the step counts as a number of further requests, depending on how well it fits the step.
+Section 4.1 of the paper uses step-level distributions instead of a guess per request. The length of a running request
+is known only up to its current length, and that of an output cut by `max_tokens` only up to the cut. Both are treated
+as censored (the estimator of Kaplan and Meier), because the first requests to finish are short and do not represent the
+step. The forecast made before the step has the weight of a number of further requests, which depends on how well it
+fits the step.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,8 @@ class ConditionalLengths:
     """Distributions of an output's length given its generated tokens: a common distribution, and one for each tag.
 
     All methods take numbers or arrays that broadcast: `generated_tokens`, `limit_tokens` (where an output is cut; 0
-    means `max_output_tokens`) and `rows`, which `rows_of` returns for tags. A bin counts as its upper edge.
+    means `max_output_tokens`) and `rows`, which `rows_of` returns for tags. The upper edge of a bin is used as the
+    length of all its outputs.
     """
 
     bin_tokens: int
@@ -166,8 +168,8 @@ def forecast(
     """Forecast the remaining lengths of `requests` from finished lengths and from their own generated tokens.
 
     `output_tokens` are finished lengths without tags, and `finished` are finished lengths with tags and censoring.
-    `before` is the forecast made before the step began. A bin counts as its upper edge, and no request exceeds its
-    `max_tokens` or `max_output_tokens`.
+    `before` is the forecast made before the step began. The upper edge of a bin is used as the length of all its
+    outputs, and no request exceeds its `max_tokens` or `max_output_tokens`.
     """
     if not requests:
         return Forecast(Histogram(bin_tokens, ()), (), "nothing_in_flight")
@@ -290,8 +292,8 @@ class _Seen:
     def of(cls, counts: LengthCounts, generated: Tokens, bin_tokens: int) -> "_Seen":
         """Count ends and running requests by bin.
 
-        A running request counts in its current bin by the fraction of the bin that it has generated. If it did not
-        count, the outputs that ended in this bin would seem to be all outputs that reach the bin.
+        A running request is added to the number at risk in its current bin, weighted by the fraction of the bin that it
+        has generated. Without it, the outputs that ended in this bin would appear to be all outputs that reach the bin.
         """
         bins = len(counts.ended)
         done = np.minimum(generated // bin_tokens, bins)
@@ -305,7 +307,7 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prior:
-    """An expected distribution that counts as `worth` requests.
+    """An expected distribution with the weight of `worth` requests.
 
     Each bin's hazard has a beta distribution, to which censored and uncensored observations are added (a beta-Stacy
     process).
@@ -365,8 +367,8 @@ class _Prior:
 def _tail_exponent(ends: NDArray[np.float64], at_risk: NDArray[np.float64], longest: int) -> float:
     """Return the exponent of the power law by which outputs become rarer, in bins from half of `longest` on.
 
-    The result is the most likely exponent, with a weak prior of 1. It is at least 1: early in a step few outputs have
-    ended, which is no evidence about long outputs.
+    The result is the most likely exponent, with a weak prior of 1. It is limited to at least 1, because few outputs
+    have ended early in a step, which is no evidence about long outputs.
     """
     late = np.arange(max(1, longest // 2), longest)
     doubled = float(at_risk[late] @ np.log1p(1.0 / late))

@@ -22,7 +22,7 @@ LONG_QUANTILE = 0.8
 class SampledLengths:
     """The remaining tokens of each request, at least 1. The `samples` are equally likely.
 
-    `expected` is the mean and `long` a high quantile of each request's distribution.
+    `expected` is the mean of each request's distribution, and `long` is a high quantile of it.
     """
 
     samples: NDArray[np.int64]  # [sample, request]
@@ -46,7 +46,8 @@ def sampled(expected: Forecast, requests: int, count: int, seed: int) -> Sampled
 
 
 def averaged(requests: Sequence[RequestView], output_tokens: Sequence[int], max_output_tokens: int) -> SampledLengths:
-    """Return lengths as if every output had the mean length; an output beyond the mean is about to end."""
+    """Return lengths as if every output had the mean length. An output that is already longer is assumed to be about to
+    end."""
     mean_tokens = float(np.mean(output_tokens)) if len(output_tokens) else max_output_tokens / 2
     limits = np.array([min(each.max_tokens or max_output_tokens, max_output_tokens) for each in requests], np.int64)
     generated = np.array([request.generated_tokens for request in requests], dtype=np.int64)
@@ -56,7 +57,8 @@ def averaged(requests: Sequence[RequestView], output_tokens: Sequence[int], max_
 def with_known_lengths(
     requests: Sequence[RequestView], output_tokens: Mapping[RequestId, int], otherwise: SampledLengths
 ) -> SampledLengths:
-    """Return exact lengths for the requests in `output_tokens`, and the expectation of `otherwise` for the others."""
+    """Return exact lengths for the requests in `output_tokens`, and the expected lengths of `otherwise` for all other
+    requests."""
     remaining = [
         output_tokens[request.id] - request.generated_tokens if request.id in output_tokens else int(estimate)
         for request, estimate in zip(requests, otherwise.expected, strict=True)

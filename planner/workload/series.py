@@ -1,6 +1,6 @@
 """Forecast the output lengths of the next generation step from the lengths of recent steps. Has no side effects.
 
-Section 4.1 of the paper runs ARIMA over the length statistics of recent steps before each step. Here, three methods
+In section 4.1 of the paper, ARIMA runs over the length statistics of recent steps before each step. Here, three methods
 forecast every step: ARIMA on a few components, an exponentially weighted average, and the last step. Each method is
 scored when the step has ended, and the method with the least recent error makes the next forecast. `SeriesForecaster`
 is an immutable value: `fold` an ended step into it and read `next`.
@@ -34,8 +34,8 @@ Shares = NDArray[np.float64]  # [bin], of all requests of a step; they sum to 1
 
 @dataclass(frozen=True, slots=True)
 class LengthCounts:
-    """Counts of outputs: ended outputs by bin, and outputs cut at their limit by the number of bins that they
-    outlived."""
+    """Counts of outputs. Ended outputs are counted by bin. Outputs that were cut at their limit are counted by the
+    number of bins that they outlived."""
 
     ended: tuple[float, ...]  # [bin]
     outlived: tuple[float, ...]  # [bins outlived], one entry more than `ended`
@@ -245,8 +245,8 @@ class SeriesForecaster:
         return MethodError(method, _weighted(errors), len(errors))
 
     def _refit_pays(self, components: LengthComponents, history: Shares, age: int) -> bool:
-        """Return whether to refit the components: if their forecasts fail, or after REFIT_STEPS steps (twice as many
-        while ARIMA is not the chosen method)."""
+        """Return whether to refit the components. They are refitted if their forecasts fail, or after REFIT_STEPS steps
+        (twice as many while ARIMA is not the chosen method)."""
         in_use = self.next is not None and self.next.method == "arima"
         return age >= (REFIT_STEPS if in_use else 2 * REFIT_STEPS) or components.astray(history, min(age, 4))
 

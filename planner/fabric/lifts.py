@@ -242,7 +242,7 @@ def _tor(
 
 
 def _circuits(ground: PlanGround, ports: Mapping[EndpointId, int]) -> Mapping[Pair, int]:
-    """Allocate circuits as if each Gen PoD had equal demand to all Train PoDs, except twice the demand to one of them."""
+    """Allocate circuits as if each Gen PoD had equal demand to all Train PoDs, but twice the demand to one."""
     gen, train = (
         sorted(pod.id for pod in ground.site.pods if pod.role is role and ports.get(pod.id))
         for role in (PodRole.GEN, PodRole.TRAIN)

@@ -1,4 +1,4 @@
-"""Survey a site: the capacity at each level of each PoD, the ports of each switch, and warnings about unusual cabling."""
+"""Survey a site: the capacity of each level of a PoD, the ports of each switch, and warnings about unusual cabling."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping

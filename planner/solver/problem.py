@@ -129,7 +129,7 @@ class Migration(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """The solver's result. If there is a current fleet, the decision is `keep` unless a change gains more than epsilon."""
+    """The solver's result. If there is a current fleet, the decision is `keep` unless a change gains over epsilon."""
 
     decision: str  # reconfigure | rebalance | keep
     reason: str

@@ -60,9 +60,9 @@ def pairs_of(pods: Mapping[str, int], links: Iterable[tuple[str, str, int, float
 
 @dataclass(frozen=True, slots=True)
 class SyncProblem:
-    """The shards to send, and the site at that moment with its capacities. At most `boundary_circuits` circuits connect
-    a pod to other pods. Traffic out of a ToR and traffic into it each stay within `tor_gbps`, and traffic out of an
-    endpoint and traffic into it each stay within `nic_gbps`."""
+    """The shards to send, and the site at that moment with its capacities. At most `boundary_circuits` circuits leave
+    or enter a pod, counting both directions together. Traffic out of a ToR and traffic into it each stay within
+    `tor_gbps`, and traffic out of an endpoint and traffic into it each stay within `nic_gbps`."""
 
     link_gbps: float
     pods: tuple[str, ...]

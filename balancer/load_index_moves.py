@@ -232,7 +232,7 @@ class _Fleet:
         return None
 
     def set_aside(self, load: _Load, forget: bool) -> None:
-        """Stop moving requests away from this worker. With `forget`, also exclude it from the spread."""
+        """Stop moving requests away from this worker. If `forget` is True, also exclude it from the spread."""
         load.set_aside = True
         if forget:
             self._remove(load)

@@ -40,10 +40,10 @@ def resting(
 
 
 class MoveLimits:
-    """Limits the moves of a tick: at most `max_to_engine` running requests per engine, within its KV headroom.
+    """Limits the moves of a tick. At most `max_to_engine` running requests move to an engine, within its KV headroom.
 
-    With `keep_last`, a running request that is alone on an engine does not move to an empty engine unless its engine is
-    stalled: the move would only change which of the two engines is idle.
+    If `keep_last` is True, a running request that is alone on an engine does not move to an empty engine unless its
+    engine is stalled. Such a move would only change which of the two engines is idle.
     """
 
     def __init__(

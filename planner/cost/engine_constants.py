@@ -1,9 +1,10 @@
 """Efficiencies and fixed times of inference engines relative to their hardware, with priors.
 
-All models share one set of constants; an engine differs from TensorRT-LLM by factors on five of them. Every constant
-has a prior, which consists of a generally known value and the factor by which this value may plausibly be wrong.
-Examples are the efficiency of kernels relative to the data sheet and the latency of an all-reduce. `fitted.py` contains
-the fitted values: one set fitted on all models, and one set for each model that is left out of the fit.
+All models share one set of constants. The constants of an engine are those of TensorRT-LLM, with factors on five of
+them. Every constant has a prior, which consists of a generally known value and the factor by which this value may
+plausibly be wrong. Examples are the efficiency of kernels relative to the data sheet and the latency of an all-reduce.
+`fitted.py` contains the fitted values: one set fitted on all models, and one set for each model that is left out of the
+fit.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ Numbers = NDArray[np.float64] | float  # one value, or one per row
 
 @dataclass(frozen=True, slots=True)
 class EngineConstants:
-    """The constants of one engine or, if the fields are arrays, of one engine per row."""
+    """The constants of one engine. If the fields are arrays, they contain the constants of one engine per row."""
 
     hbm_efficiency: Numbers  # share of the data sheet's bandwidth when reading weights
     kv_efficiency: Numbers  # the same when reading the KV cache

@@ -72,7 +72,8 @@ def predict(
     """Predict the profile of one layout. Raises ValueError if it has pipeline stages, and DoesNotFit if the weights
     leave no room for a KV cache.
 
-    `cpu_kv_bytes_per_gpu` is the CPU memory for KV that does not fit on the GPUs; it is used only if the engine spills.
+    `cpu_kv_bytes_per_gpu` is the CPU memory for KV cache that does not fit on the GPUs. It is used only if the engine
+    can spill KV cache to CPU memory.
     """
     if parallelism.pp > 1:
         raise ValueError(f"pp must be 1, because step times of pipeline stages are not modelled, got {parallelism.pp}")

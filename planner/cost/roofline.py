@@ -37,7 +37,7 @@ class Precision:
 class IterationWork:
     """The work of a decode iteration over `sequences`, and of a prompt, in seconds at peak rates.
 
-    Each field is one value or one per row.
+    Each field is either a single value or an array with one value per row.
     """
 
     sequences: Numbers  # decoded by one attention replica

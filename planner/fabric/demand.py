@@ -23,8 +23,8 @@ NONE = -1
 
 @dataclass(frozen=True, slots=True)
 class NicMask:
-    """The NICs in use. `stand_in` maps each NIC of a server to the NIC that carries its traffic: itself if it is
-    healthy. A server without a healthy NIC is absent."""
+    """The NICs in use. `stand_in` maps each NIC of a server to the NIC that carries its traffic. A healthy NIC carries
+    its traffic itself. A server without a healthy NIC is absent."""
 
     stand_in: Mapping[ServerId, tuple[int, ...]]
     failed_servers: frozenset[ServerId]

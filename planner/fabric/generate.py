@@ -368,11 +368,12 @@ def _response_lanes(shape: SiteShape) -> int:
 def _responses(
     shape: SiteShape, pods: Iterable[Pod], uplinks: Mapping[EndpointId, list[Uplink]], core: Iterable[Switch]
 ) -> Iterator[Reservation]:
-    """Pair each reserved lane of a Gen PoD with a lane of a Train PoD on the same switch. The last ports of each PoD
-    are used, over the switches round-robin.
+    """Pair each reserved lane of a Gen PoD with a lane of a Train PoD on the same switch. The reserved lanes use the
+    last ports of each PoD, and are taken from the core switches round-robin.
 
-    PoDs are cabled alike, so the n-th lanes of any two PoDs end on one switch. Within a run of as many lanes as there
-    are PoDs of the rarer role, each PoD provides its n-th lane at most once."""
+    PoDs are cabled alike, so the n-th lanes of any two PoDs end on one switch. The n-th group of pairs has as many
+    pairs as there are PoDs of the role with fewer PoDs. In this group, each PoD is used at most once, with its n-th
+    lane."""
     of_role = {role: [pod.id for pod in pods if pod.role is role] for role in PodRole}
     train, gen = of_role[PodRole.TRAIN], of_role[PodRole.GEN]
     kept: dict[OcsId, set[int]] = defaultdict(set)

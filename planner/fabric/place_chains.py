@@ -148,8 +148,8 @@ class CircuitChains:
                     layout.add(pair, switch)
 
     def fill(self, gently: bool = True) -> None:
-        """Place every missing circuit that fits, directly or after a chain of moves. With `gently`, chains that drop no
-        kept circuit are tried first, which may leave less room for other circuits."""
+        """Place every missing circuit that fits, directly or after a chain of moves. If `gently` is True, chains that
+        drop no kept circuit are tried first, which may leave less room for other circuits."""
         for pair in sorted(range(len(self.layout.missing)), key=self._narrowness):
             while self.layout.missing[pair] and self._put(pair):
                 pass

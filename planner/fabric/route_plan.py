@@ -237,11 +237,11 @@ def update(
     """Return stages of changes during which no packet loops, and no packet is lost that has a path both before and
     after. A packet in flight meets old routes, then new routes, and never returns to old ones.
 
-    A route changes after all routes that its packets meet further on have changed. A changed route then leads to the
-    destination over changed routers only; an unchanged route leads as before until it meets a changed router. Routes
-    without a successor are removed last. `before` must be free of loops. Tables missing from `before` are treated as
-    empty. `stuck` lists the routes that cannot be changed, as (router, prefix); routes that depend on these routes stay
-    as they are."""
+    A route changes only after all routes that its packets meet later have changed. Packets that meet a changed route
+    then follow changed routes to the destination. All other packets follow old routes until they meet a changed route.
+    Routes without a successor are removed last. `before` must be free of loops. Tables missing from `before` are
+    treated as empty. `stuck` lists the routes that cannot be changed, as (router, prefix); routes that depend on these
+    routes stay as they are."""
     stuck = frozenset(stuck)
     by_address, owners = domain.by_address(), domain.owners()
 

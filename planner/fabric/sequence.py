@@ -194,7 +194,7 @@ class RepetitionFinder:
         return gap
 
     def lose(self, detail: str) -> None:
-        """Handle lost events: the sequence stays valid, but not the position."""
+        """Handle lost events. The sequence stays valid, but the position becomes unknown."""
         self.depth, self._why, self._maybe, self._run = None, detail, [], 0
         self._ids, self._quiets = array("l"), []
         self._since, self._due = 0, LEAST_COVERED
@@ -272,16 +272,16 @@ class RepetitionFinder:
         self._needed, self._tolerant, self.rounds = 0, False, covered // length
 
     def _longest_quiet(self, length: int) -> int:
-        """Return the index in the history at which an iteration begins: after the longest quiet time of the last
-        `length`."""
+        """Return the index in the history at which an iteration begins: after the longest quiet time before any of the
+        last `length` collectives."""
         end = len(self._ids)
         return max(range(end - length, end), key=lambda index: getattr(self._quiets[index], "length_s", -1.0))
 
 
 def repetition(ids: Sequence[int]) -> tuple[int, int]:
     """Return the period with which `ids` ends, and how many of its last elements repeat with this period. The longest
-    such run of at least two periods is chosen; the result is (0, 0) if there is no such run. Linear time: the failure
-    function of Knuth, Morris and Pratt, read from the end."""
+    such run of at least two periods is chosen; the result is (0, 0) if there is no such run. The search takes linear
+    time, with the failure function of Knuth, Morris and Pratt on the reversed sequence."""
     backwards = ids[::-1]
     border = [0] * len(backwards)
     best, matched = (0, 0), 0

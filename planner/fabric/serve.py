@@ -246,8 +246,8 @@ class _Choice:
     def _evaluate(self) -> None:
         """Compute the tables of costs and gains, which are indexed by endpoint and number of ports.
 
-        `room` has the gain, 0 or less, of freeing this many ports; more than `wide` ports are never freed. `refill` has
-        the highest gain from using this many free ports."""
+        `room` has the gain (0 or less) of freeing each number of ports. More than `wide` ports are never freed.
+        `refill` has the highest gain from using each number of free ports."""
         chains, wide, need, value = self.chains, self.wide, self.side_need, self.side_value
         head, tail, starts = chains.head, chains.tail, chains.starts
         served = self.served[chains.pair]

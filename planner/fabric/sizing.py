@@ -272,7 +272,8 @@ def _in_turn(
     pairs: Iterable[Pair], sent_bytes: Mapping[Pair, float], pod_of: Mapping[EndpointId, EndpointId]
 ) -> list[Pair]:
     """Sort pairs by bytes. Pairs with equal bytes are sorted round-robin over ToRs, so that the pairs without room are
-    not all of one ToR. Within a ToR, pairs to the same position in other PoDs come first, then to the next position."""
+    not all of one ToR. Within a ToR, pairs with ToRs at the same position in other PoDs come first, then pairs with
+    ToRs at the next position."""
     pairs = list(pairs)
     turn = _turns({tor for pair in pairs for tor in pair}, pod_of)
     size = 1 + max(turn.values(), default=0)

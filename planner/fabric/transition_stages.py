@@ -16,7 +16,7 @@ StageOf = list[int]  # [move]: its stage from 0; removals first, then additions
 
 def packed(moves: TransitionMoves, order: RemovalOrder, max_moves: int, *, by_chains: bool) -> StageOf:
     """Return the stage of each move. Each stage takes additions whose ports are free, then removals that may come down,
-    in the given order. With `by_chains`, removals that the longest chains of moves wait for come first.
+    in the given order. If `by_chains` is True, removals that the longest chains of moves wait for come first.
 
     The remaining order stays feasible throughout, so no stage can reach a dead end: a removal is moved forward only if
     every floor allows it at each point that it passes."""

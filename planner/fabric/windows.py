@@ -172,8 +172,8 @@ class SwitchTimes:
 
 @dataclass(slots=True)
 class CommitTimes:
-    """The expected times of commits, from measurements. `stated_s` is each switch's delay by its data sheet; `route_s`
-    is the time assumed for routes until there are measurements."""
+    """The expected times of commits, from measurements. `stated_s` has the delay of each switch according to its data
+    sheet. `route_s` is the time assumed for routes until there are measurements."""
 
     stated_s: Mapping[OcsId, float]
     route_s: float = ROUTE_S

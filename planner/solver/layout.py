@@ -12,8 +12,8 @@ from planner.solver.evaluate import SolverFleet
 def lay_out(columns: ProblemColumns, kept: Iterable[int], new: Sequence[int]) -> SolverFleet | None:
     """Return a fleet of the current instances `kept` and of new instances of the configurations `new`.
 
-    The largest instance is placed first, on the node with the fewest free GPUs that suffice. Return None if the new
-    instances do not fit.
+    The largest instance is placed first. Each instance is placed on the node that has the fewest free GPUs among the
+    nodes with enough free GPUs. Return None if the new instances do not fit.
     """
     problem = columns.problem
     kept = sorted(kept)

@@ -161,7 +161,7 @@ def consider(
     """Build and evaluate all families of fleets.
 
     If `only` is given, fleets that change engines use only that configuration. `wait_s` is the time until the next
-    plan; 0 means that there is no next plan. With `only_as_deployed`, no engine is changed.
+    plan; 0 means that there is no next plan. If `only_as_deployed` is True, no engine is changed.
     """
     weigher = _Weigher(fleet.problem.requests.context_tokens, lengths, correction)
     estimated = [fleet.expecting(tokens) for tokens in _estimates(lengths)]

@@ -45,7 +45,7 @@ def line_over(curve: Curve, iterations: NDArray[np.float64]) -> tuple[float, flo
     """Return intercept and slope, both >= 0, of the line that fits the curve best.
 
     Batch sizes are weighted by `iterations` (see `iterations_ahead`), so that the total duration is accurate. A share
-    SPREAD of the weight is distributed evenly over all batch sizes.
+    SPREAD of the weight is distributed over all batch sizes, in inverse proportion to their size.
     """
     straight = straight_line(curve)
     if straight is not None:

@@ -191,7 +191,7 @@ def _within(whole: tuple[LocalShard, ...], first: int, last: int) -> tuple[Local
 
 
 def chunk(length: int, part: int, of: int) -> Range:
-    """Return the range of part `part` if `length` is divided as by torch.chunk. The last parts may be short or empty."""
+    """Return the range of part `part` if `length` is divided as by torch.chunk. The last parts may be smaller."""
     each = -(-length // of)
     return min(length, part * each), min(length, (part + 1) * each)
 

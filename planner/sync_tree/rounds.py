@@ -277,8 +277,8 @@ class _Rounds:
 
 
 def _pieces(problem: SyncProblem, piece_bytes: int) -> list[_Piece]:
-    """Return the pieces, largest first, so that the pieces of a wave are of similar size. Pieces of equal size
-    alternate between holders and receivers."""
+    """Return the pieces, largest first, so that the pieces of a wave are of similar size. Among pieces of equal size,
+    those with different holders or receivers alternate."""
     counts: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
     order: list[tuple[int, int, int, int, int]] = []
     for number, shard in enumerate(problem.shards):

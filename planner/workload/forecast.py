@@ -332,7 +332,8 @@ class _Prior:
         return _with_trace(extended(survival, longest, _tail_exponent(ends, at_risk, longest)))
 
     def worth_of(self, worths: Sequence[float], seen: Sequence[_Seen]) -> float:
-        """Return the most likely of `worths` given the observations; the first if the observations are inconclusive.
+        """Return the most likely of `worths` given the observations, or the first of them if the observations are
+        inconclusive.
 
         Bins are merged into bands with a few expected ends. If the expectation is worth w requests, the number of ends
         in a band has the variance of sampling, times 1 plus the ratio of the band's requests to the prior's requests.

@@ -3,8 +3,8 @@ Has no side effects.
 
 This is an alternative to the paper's rule (load_index_moves.py).
 
-An engine whose iterations take `alpha + beta*sequences + gamma*kv_tokens` and that runs all its requests at once ends
-after `alpha * longest + sum(beta*r + gamma*(c*r + r*r/2))`, with context c and remaining tokens r of each request.
+The iterations of an engine take `alpha + beta*sequences + gamma*kv_tokens`. If it runs all its requests at once, it
+ends after `alpha * longest + sum(beta*r + gamma*(c*r + r*r/2))`, with context c and remaining tokens r of each request.
 
 Every engine with a long request pays `alpha * longest`, so long requests belong together, on engines with few other
 requests. The remaining length of a request is the mean of the distribution of all outputs, given the tokens that the
@@ -64,7 +64,7 @@ def pack(
     move_fixed_s: float = 0.0,
     room: MoveLimits | None = None,
 ) -> Packing:
-    """Return the moves of one tick. They let the engines that finish last finish earlier.
+    """Return moves for one tick that let the engines that finish last finish earlier.
 
     `configurations` has each engine's step times, KV capacity and slots. `remaining_tokens` has the number of tokens
     that each request is expected to generate. Requests in `stuck` are not moved, and no request moves twice.

@@ -21,8 +21,8 @@ class Calibration:
     bias: float | None = None  # mean (predicted - actual) / actual: > 0 where steps end sooner than predicted
 
     def after(self, outcomes: Iterable[tuple[float, float]]) -> "Calibration":
-        """Return a copy that includes the plans of one step, given as (predicted, actual) seconds. The predictions are
-        those before correction."""
+        """Return a copy that includes the plans of one step, given as (predicted, actual) seconds. The predictions must
+        not be corrected."""
         pairs = [(predicted_s, actual_s) for predicted_s, actual_s in outcomes if actual_s > 0]
         if not pairs:
             return self

@@ -52,7 +52,7 @@ def faults_seen(
     site: Site, interfaces: Mapping[Port, Interface], up: Iterable[PortPair], seen: ObservedCables
 ) -> tuple[CablingFault, ...]:
     """Find faults by the light of existing circuits. If two cables of one ToR lead to the same other ToR, this method
-    cannot distinguish them; a walk (`traced`) can."""
+    cannot distinguish them, but a walk (`traced`) can."""
     ends = _ends(links_up(site, up, interfaces), interfaces)
     dark = {here for here in ends.keys() - seen.signals if here[0] not in seen.silent}
     strays = (seen.signals & set(interfaces.values())) - ends.keys()

@@ -1,6 +1,6 @@
 """Compute how many bytes each rank sends to each other rank in a collective operation. Has no side effects.
 
-The algorithms are those of NCCL: rings in the order in which a group lists its ranks, and its double binary tree."""
+The algorithms are those of NCCL: rings in the order in which a group lists its ranks, and double binary trees."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -30,14 +30,13 @@ class RankTransfers:
 def transfers_of(traffic: Traffic) -> Iterator[RankTransfers]:
     """Yield the transfers of any primitive except BROADCAST, whose tree depends on the site.
 
-    With n ranks in a group and S `bytes_per_rank`, each rank sends the following, `times` times:
-    RING_ALL_REDUCE: S is the rank's buffer; 2(n-1)/n * S to the next rank.
-    TREE_ALL_REDUCE: S is the rank's buffer; half of it up and down each edge of both trees.
-    ALL_GATHER: S is the rank's shard, n*S is gathered; (n-1)/n of that, (n-1) * S, to the next rank.
-    REDUCE_SCATTER: S is the rank's buffer, of which it keeps one n-th; (n-1)/n * S to the next rank.
-    ALL_TO_ALL: S is the rank's buffer, one n-th for each rank including itself; S/n to each other rank.
-    PIPELINE: S to the next rank. RING_EXCHANGE: the same, and S from the last rank to the first.
-    BIPARTITE: S is split evenly over the receivers; with `both_ways`, the receivers send as much back."""
+    With n ranks in a group and S `bytes_per_rank`, each rank sends the following, `times` times: RING_ALL_REDUCE: S is
+    the rank's buffer; 2(n-1)/n * S to the next rank. TREE_ALL_REDUCE: S is the rank's buffer; half of it up and down
+    each edge of both trees. ALL_GATHER: S is the rank's shard, n*S is gathered; (n-1)/n of that, (n-1) * S, to the next
+    rank. REDUCE_SCATTER: S is the rank's buffer, of which it keeps one n-th; (n-1)/n * S to the next rank. ALL_TO_ALL:
+    S is the rank's buffer, one n-th for each rank including itself; S/n to each other rank. PIPELINE: S to the next
+    rank. RING_EXCHANGE: as PIPELINE, and S from the last rank to the first. BIPARTITE: S is split evenly over the
+    receivers; with `both_ways`, the receivers send as much back."""
     if traffic.primitive is Primitive.BROADCAST:
         raise ValueError("traffic must not be a broadcast, whose tree depends on the site: see broadcasts_of")
     message_bytes = traffic.bytes_per_rank * traffic.times

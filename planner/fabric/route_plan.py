@@ -1,10 +1,10 @@
 """Compute every router's routes from the links that are up, and the order of changes from old routes to new ones. Has
 no side effects.
 
-A router forwards hop by hop, by its own table alone. All tables follow one metric, so that no mixture of tables can
-loop: a circuit costs 1. The packet side, if a site has one, costs `packet_hops`. If that is None, it costs more than
-any path over circuits. Every next hop is nearer to the destination than its router. `orchestrrl/fabric/rerouting.py`
-and `orchestrrl/fabric/route_drivers/` send the routes to real routers."""
+Each router forwards packets by its routing table only. All tables follow one metric, so that no mixture of tables can
+form a loop. In this metric, a circuit costs 1. The packet side, if a site has one, costs `packet_hops`. If that is
+None, it costs more than any path over circuits. Every next hop is nearer to the destination than its router.
+`orchestrrl/fabric/rerouting.py` and `orchestrrl/fabric/route_drivers/` send the routes to real routers."""
 
 import heapq
 import math

@@ -6,8 +6,8 @@ the PoD. One endpoint suffices because all uplinks of a PoD are equivalent. If t
 circuits as the core wants, the core's limit is lowered, until both agree. This follows appendix D of the paper.
 
 The alternative (`direct`) considers only pairs of ToRs, in the same or in different PoDs. No packet switch lies between
-two ToRs that a core circuit connects, so the bytes between PoDs are not enough information: a PoD with little traffic
-gets one circuit, which belongs to one rail, and other rails get none. In the alternative, Algorithm 3 assigns ToR ports
+two ToRs that a core circuit connects, so the bytes between PoDs are not enough information. For example, a PoD with
+little traffic gets a single circuit, which connects only one rail. In the alternative, Algorithm 3 assigns ToR ports
 and PoD lanes at once."""
 
 from collections import Counter, defaultdict

@@ -70,7 +70,7 @@ def summarize(learner: SlackLearner, q: float) -> SlackSummary:
 
 
 def merged(summaries: Iterable[SlackSummary]) -> SlackSummary:
-    """Add up the histograms; all other values are those of the first summary. Raises ValueError if there are no
+    """Add up the histograms. All other values are taken from the first summary. Raises ValueError if there are no
     summaries."""
     rest = list(summaries)
     if not rest:

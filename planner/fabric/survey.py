@@ -126,8 +126,8 @@ def _strangers(site: Site) -> Iterator[str]:
 def _apart(
     on: Mapping[EndpointId, set[OcsId]], uplinks: Collection[EndpointId]
 ) -> tuple[EndpointId, EndpointId] | None:
-    """Return the first two endpoints that share no switch; None if all share one. Pairs of uplinks are ignored. Of the
-    endpoints of one kind on the same switches, only one is checked."""
+    """Return the first two endpoints that share no switch; None if all share one. Pairs of uplinks are ignored. If
+    several endpoints of one kind are on the same switches, only one of them is checked."""
     alike: dict[tuple[bool, frozenset[OcsId]], EndpointId] = {}
     for endpoint in sorted(on):
         alike.setdefault((endpoint in uplinks, frozenset(on[endpoint])), endpoint)

@@ -7,7 +7,7 @@ The topologies follow section 5.2 of the OrchestrRL paper. This module has no si
 | Gen: each PoD separate | gen PoDs | none | spread over all pairs of ToRs |
 | weight sync: a tree across the core to seeds, then within PoDs | both | train to gen | existing circuits stay |
 
-The reserved slice of the core, which carries responses, is part of every stage's plan and identical in all of them."""
+The reserved slice of the core, which carries responses, is part of every stage's plan and is identical in all plans."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
-"""Solve two questions of a transition with CP-SAT: which floors must be missed, and how few stages suffice. Has no side
-effects.
+"""Solve two problems of a transition with CP-SAT: which floors must be missed, and how many stages are needed at least.
+Has no side effects.
 
 One worker and a limit in deterministic time give the same result on every machine. The solver is loaded only when
 needed, as loading takes longer than most transitions."""
@@ -165,7 +165,8 @@ def fewest_stages(
     """Find fewer stages than `known_count` without missing more pairs and endpoints than `cost`.
 
     Returns the stage of each move, numbered from 0, removals first, or None if no such transition was found; and a
-    proven lower bound on the number of stages. `known` is a transition to start from, in the same form."""
+    proven lower bound on the number of stages. `known` is the transition from which the search starts, in the same
+    form."""
     work, count, variables = STAGES_WORK, at_least, moves.count * at_least
     while count < known_count and variables <= MOST_STAGE_VARIABLES and work > 0:
         # Half of the remaining work, so that larger stage counts, which are easier, are tried too.

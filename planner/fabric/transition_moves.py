@@ -121,8 +121,8 @@ def _floors(
     additions: tuple[PortPair, ...],
     fewest: Mapping[Subject, int],
 ) -> Iterator[CircuitFloor]:
-    """Yield the floors of pairs, then those of endpoints, each sorted. Subjects that could lose all their removals at
-    once are omitted."""
+    """Yield the floors of pairs in sorted order, then the floors of endpoints in sorted order. Subjects that could lose
+    all their removals at once are omitted."""
     before = circuits(cabling, current)
     down, up = _by_subject(cabling, removals), _by_subject(cabling, additions)
     for subject in sorted(fewest, key=lambda subject: (isinstance(subject, str), subject)):

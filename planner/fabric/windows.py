@@ -1,9 +1,9 @@
 """Decide when circuits may change. All ranks that use them must be quiet for as long as the change takes. Has no side
 effects.
 
-The time until packets may use a change is measured per switch: a device's own delay is often the smallest part, as
-receivers lock to the light, links are debounced, and routes follow (section 2.3 of the paper). Until there are enough
-measurements, the stated delay plus an allowance is used.
+The time until packets may use a change is measured per switch. The delay of the device is often its smallest part,
+because receivers must lock to the light, links are debounced, and routes must be changed (section 2.3 of the paper).
+Until there are enough measurements, the stated delay plus an allowance is used.
 
 This implements section 5.3 of the paper. Times are in the clock of the deciding host, except in `ReportedQuiet`, which
 uses the clock of the reporting host."""

@@ -267,8 +267,8 @@ def _moves(
 ) -> tuple[Seconds, Indices]:
     """Return the move cost of each request of `order`, in seconds, and the requests that change engine.
 
-    Of the requests moved to an instance by the same method, only the first pays the fixed latency, because they arrive
-    together.
+    If several requests move to an instance by the same method, they arrive together, so only the first pays the fixed
+    latency.
     """
     source = problem.requests.instance[order]
     moves = source != NOWHERE

@@ -137,7 +137,7 @@ def _cut_of_requests(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> Int
 
 
 def _kept(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> list[int]:
-    """Return the current instances to keep: for each configuration, at most as many as cuts that use a kept instance."""
+    """Return the current instances to keep: for each configuration, at most as many as its cuts for kept instances."""
     wanted = np.bincount([cut.configuration for cut in cuts if cut.kept], minlength=len(columns.gpus))
     kept: list[int] = []
     for configuration in np.flatnonzero(wanted).tolist():

@@ -203,7 +203,7 @@ class PlacementSearch:
         return True
 
     def _quick_s(self, instance: int, load: _Load, so_far_s: float, request: int) -> float:
-        """Return the finish time of the instance with `request` added.
+        """Return the time at which the instance finishes if `request` is added to it.
 
         `request` must not be longer than the requests of `load`. If the requests do not all run at once, the result is
         a lower bound.

@@ -23,7 +23,7 @@ STEP = 1e-6  # share of the makespan that a move must gain
 def sooner(
     columns: ProblemColumns, candidates: Sequence[FleetPlacement], enough_s: float, work: SearchBudget
 ) -> list[FleetPlacement]:
-    """Return the most promising candidates that admit requests in waves, with better admission orders and even
+    """Return the most promising candidates that admit requests in waves, after improving their admission orders and
     loads."""
     soonest_s = min((each.makespan_s for each in candidates), default=np.inf)
     promising: dict[tuple[int, float], tuple[float, FleetPlacement]] = {}

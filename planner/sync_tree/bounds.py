@@ -57,8 +57,8 @@ def lower_bound_s(problem: SyncProblem) -> float:
 
 
 def naive_s(problem: SyncProblem) -> float:
-    """Return the duration in seconds if a holder sends to every receiver directly, within the same limits and with the
-    best distribution over holders; infinite if a receiver has no direct connection to a holder."""
+    """Return the duration in seconds if holders send to every receiver directly, within the same limits and with the
+    best distribution over holders. The result is infinite if a receiver has no direct connection to a holder."""
     program = _Program(problem)
     for (holders, receivers), gigabits in _needed(problem).items():
         held = sorted(_places(problem.pod, holders))

@@ -125,8 +125,8 @@ class _Tree:
 
     def _next(self) -> tuple[int, int] | None:
         """Return the parent closest to the root that has time for a child, and the child's ToR. Return None if no
-        parent has time. The child is in a ToR that was not entered yet if there is one and the parent can also serve
-        its own ToR."""
+        parent has time. The child is in a ToR that the tree has not entered yet, if there is such a ToR and the parent
+        can also serve the receivers below its own ToR."""
         size = self._gigabits * _LESS
         while self._queue:
             depth, _, parent = self._queue[0]

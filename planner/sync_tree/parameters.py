@@ -1,6 +1,6 @@
 """Name the parameters of a model, and describe how parallelism divides each parameter. Has no side effects.
 
-Coordinates are those of the whole tensor in vLLM's order, without padding: fused parameters are concatenated ([q; k;
+Coordinates are those of the whole tensor in vLLM's order, without padding. Fused parameters are concatenated ([q; k;
 v], [gate; up]), and experts are the first axis. Trainers may use another order (`layout.py`)."""
 
 from dataclasses import dataclass, replace

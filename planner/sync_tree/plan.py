@@ -122,8 +122,8 @@ def _with_islands(problem: SyncProblem) -> SyncProblem:
 
 
 def _with_boundaries(problem: SyncProblem) -> SyncProblem:
-    """Return the problem with each pod's boundary circuits limited to those that lead to other pods, and without the
-    pairs of pods that have no boundary circuits."""
+    """Return the problem without connections of pods that have no boundary circuits. The boundary circuits of each pod
+    are limited to its connections to other pods."""
     if problem.pairs is None:
         return problem
     is_open = problem.boundary_circuits > 0

@@ -158,8 +158,8 @@ class _Rounds:
             missing = missing[self._missing[piece.number, missing]]
 
     def _through_tors(self, budget: _Budget, size: float, sources: Ints, missing: Ints) -> tuple[Ints, Ints]:
-        """Return pairs of sources and destinations: below the same ToR if possible, otherwise between ToRs that both
-        have capacity."""
+        """Return pairs of sources and destinations. They are below the same ToR if possible, otherwise below ToRs that
+        both have free capacity."""
         tor = self._problem.tor
         out, into = budget.tor_out.copy(), budget.tor_in.copy()
         lacking = missing.tolist()

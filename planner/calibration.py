@@ -22,7 +22,7 @@ class Calibration:
 
     def after(self, outcomes: Iterable[tuple[float, float]]) -> "Calibration":
         """Return a copy that includes the plans of one step, given as (predicted, actual) seconds. The predictions must
-        not be corrected."""
+        be uncorrected."""
         pairs = [(predicted_s, actual_s) for predicted_s, actual_s in outcomes if actual_s > 0]
         if not pairs:
             return self

@@ -30,13 +30,15 @@ class RankTransfers:
 def transfers_of(traffic: Traffic) -> Iterator[RankTransfers]:
     """Yield the transfers of any primitive except BROADCAST, whose tree depends on the site.
 
-    With n ranks in a group and S `bytes_per_rank`, each rank sends the following, `times` times: RING_ALL_REDUCE: S is
-    the rank's buffer; 2(n-1)/n * S to the next rank. TREE_ALL_REDUCE: S is the rank's buffer; half of it up and down
-    each edge of both trees. ALL_GATHER: S is the rank's shard, n*S is gathered; (n-1)/n of that, (n-1) * S, to the next
-    rank. REDUCE_SCATTER: S is the rank's buffer, of which it keeps one n-th; (n-1)/n * S to the next rank. ALL_TO_ALL:
-    S is the rank's buffer, one n-th for each rank including itself; S/n to each other rank. PIPELINE: S to the next
-    rank. RING_EXCHANGE: as PIPELINE, and S from the last rank to the first. BIPARTITE: S is split evenly over the
-    receivers; with `both_ways`, the receivers send as much back."""
+    In a group of n ranks, with `bytes_per_rank` as S, each rank sends the following bytes, `times` times.
+    RING_ALL_REDUCE: 2(n-1)/n * S to the next rank, where S is the rank's buffer.
+    TREE_ALL_REDUCE: half of S up and down each edge of both trees, where S is the rank's buffer.
+    ALL_GATHER: (n-1) * S to the next rank, where S is the rank's shard.
+    REDUCE_SCATTER: (n-1)/n * S to the next rank, where S is the rank's buffer, of which it keeps one n-th.
+    ALL_TO_ALL: S/n to each other rank, where S is the rank's buffer, with one n-th for each rank including itself.
+    PIPELINE: S to the next rank.
+    RING_EXCHANGE: S to the next rank, and S from the last rank to the first.
+    BIPARTITE: S, split evenly over the receivers. If `both_ways` is True, the receivers send as much back."""
     if traffic.primitive is Primitive.BROADCAST:
         raise ValueError("traffic must not be a broadcast, whose tree depends on the site: see broadcasts_of")
     message_bytes = traffic.bytes_per_rank * traffic.times

@@ -1,5 +1,5 @@
-"""Choose how many circuits each pair of endpoints gets for a demand; never worse than Algorithm 3 (appendix D). Has no
-side effects.
+"""Choose how many circuits each pair of endpoints gets for a demand. The result is never worse than that of the paper's
+Algorithm 3 (appendix D). Has no side effects.
 
 An allocation is judged by the number of pairs served, the bytes served, and the seconds that the slowest served pair
 takes. It is worse than another allocation if any of these three values is worse. A pair without a circuit is unserved,

@@ -17,7 +17,7 @@ SEVERAL = -1  # node of an instance that spans several nodes
 
 @dataclass(frozen=True, slots=True)
 class ProblemColumns:
-    """A problem as arrays. Configurations are in the order of the problem, requests in input order."""
+    """A problem as arrays. Configurations are in the order of the problem, and requests are in input order."""
 
     problem: MakespanProblem
     gpus: Ints  # [configuration]

@@ -1,9 +1,9 @@
 """Tighten the lower bound for small numbers of GPUs, by allowing only whole instances.
 
 Give each request a weight. An instance that ends by T and whose longest request has L tokens serves requests of at most
-L whose work leaves time for L iterations. The maximum weight that it can serve is a fractional knapsack, filled by
-weight per second. Sort the instances of a placement by descending L. All requests longer than the L of an instance are
-served by the instances before it. Therefore, the more these instances serve, the smaller L may be, and the more the
+L tokens, whose work leaves time for L iterations. The maximum weight that it can serve is a fractional knapsack, filled
+by weight per second. Sort the instances of a placement by descending L. All requests longer than the L of an instance
+are served by the instances before it. Therefore, the more these instances serve, the smaller L may be, and the more the
 instance itself can serve. The maximum weight that u GPUs serve is found by dynamic programming over the last instance.
 If it is less than the weight of all requests, T cannot be met. This holds for any weights; some give higher bounds.
 """

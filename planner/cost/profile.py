@@ -1,7 +1,7 @@
 """Cost profiles of engines: decode step time, prefill, KV capacity, starts and moves, with their provenance.
 
 Curves are stored as measured. The makespan solver requires step times that are affine in sequences and KV tokens.
-`EngineProfile.configuration` fits such step times over the batch sizes that are expected in the rest of the step.
+`EngineProfile.configuration` fits such a step time over a range of batch sizes.
 """
 
 from bisect import bisect_right

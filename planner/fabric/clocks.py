@@ -2,8 +2,8 @@
 effects.
 
 The estimate uses the four timestamps of NTP (RFC 5905, section 8). The other host receives a request after it was sent,
-and sends the reply before it arrives. Each exchange therefore limits the offset to a range as wide as the round trip.
-The ranges of several exchanges are intersected, each widened by the drift that is possible since the exchange."""
+and sends the reply before it arrives. Each exchange therefore limits the offset to a range at most as wide as the round
+trip. The ranges of several exchanges are intersected, each widened by the drift that is possible since the exchange."""
 
 from collections import deque
 from dataclasses import dataclass, field

@@ -2,8 +2,8 @@
 
 Every instance with a long request pays alpha for all its iterations, so long requests belong together. A block is as
 large as time and KV room allow. A block that leaves much time unused shares its instance with blocks of shorter
-requests, which are admitted when it ends. The configuration of each block is chosen as in an A* search, in which the
-estimated remaining distance is a lower bound of the GPUs that the later requests take.
+requests, which are admitted when it ends. The configuration of each block is chosen as in a shortest-path search. The
+remaining distance is estimated by a lower bound of the GPUs that the later requests take.
 """
 
 from bisect import bisect_right, insort

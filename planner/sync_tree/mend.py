@@ -1,7 +1,7 @@
 """Plan new edges after edges broke or a peer died, so that every missing byte still arrives once. Has no side effects.
 
 If no running edge brings the bytes that a peer lacks, a new edge brings them from another peer. That peer either has
-the bytes already, or receives them by edges that still run and that do not begin at the first peer. A new edge never
+the bytes already, or receives them by edges that still run, so it does not depend on the first peer. A new edge never
 waits for an edge of a later wave. Without this rule, peers that begin waves in order could wait for each other."""
 
 import itertools

@@ -1,9 +1,9 @@
 """Estimate the remaining tokens of each request for the fast loop. Estimates are smooth in the request's age and stable
 over ticks. Has no side effects.
 
-The distribution of lengths is conditioned on the generated tokens. Its mean jumps from bin to bin. If two requests on
-different engines are on both sides of a jump, a move would seem to be beneficial. Means are therefore calculated at a
-few ages only and interpolated linearly, so that requests of similar age have similar errors.
+The distribution of lengths is conditioned on the generated tokens. Its mean jumps from bin to bin. If requests on two
+engines are on opposite sides of a jump, a move would seem to be beneficial. Means are therefore calculated at a few
+ages only and interpolated linearly, so that requests of similar age have similar errors.
 """
 
 from collections.abc import Mapping, Sequence

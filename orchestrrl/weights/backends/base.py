@@ -35,7 +35,7 @@ class TreeBackend:
 
 @dataclass(frozen=True, slots=True)
 class TrainerStep:
-    """A backend step that the trainer performs within `publish`. The step numbers of a sync increase."""
+    """A step of a backend, which the trainer performs within `publish`. The step numbers of a sync increase."""
 
     number: int
     step: str
@@ -49,8 +49,8 @@ _ASKED: TypeAdapter[TrainerStep] = TypeAdapter(TrainerStep)
 
 
 def trainer_step_from(text: str) -> TrainerStep | None:
-    """Parse a step from a report; return None for an empty text. Raises Permanent if the step cannot be parsed, as from
-    a newer daemon."""
+    """Parse a step from a report; return None for an empty text. Raises Permanent if the step cannot be parsed, for
+    example because the daemon is newer."""
     try:
         return _ASKED.validate_json(text) if text else None
     except ValidationError as error:
@@ -111,7 +111,7 @@ class WeightSender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SenderOptions:
-    """Options of a sender, as passed to WeightsClient.publish. `own` has the publication's options for the backend."""
+    """Options of a sender, as passed to WeightsClient.publish. `own` has the publication's backend-specific options."""
 
     rank: int
     world: int
@@ -134,13 +134,14 @@ class DirectBackend(Protocol):
         ...
 
     async def prepare(self, sync: DirectSync) -> None:
-        """Prepare the installation before the fence, without effect on the tokens that engines generate. Raises
-        EnginesFailed if engines cannot take part, and another OrchestrRLError if it fails for another reason."""
+        """Prepare the installation before the fence. The tokens that engines generate must not change. Raises
+        EnginesFailed if engines cannot take part, and another OrchestrRLError if the preparation fails for another
+        reason."""
         ...
 
     async def install(self, sync: DirectSync) -> Mapping[EngineId, OrchestrRLError | None]:
-        """Send the version to the engines while all requests are paused. Return for each engine None if it has the
-        version, Permanent or Retryable if it is unchanged, and OutcomeUnknown otherwise."""
+        """Send the version to the engines while all requests are paused. Return the outcome for each engine: None if
+        the engine has the version, Permanent or Retryable if the engine is unchanged, and OutcomeUnknown otherwise."""
         ...
 
     async def relayed(self, sync: DirectSync, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -153,8 +154,9 @@ class DirectBackend(Protocol):
         ...
 
     async def at_engine(self, engine: Engine, act: str, version: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Perform an act at an engine; runs in the engine's peer. Raises the errors of engine clients, which are
-        OutcomeUnknown if the engine may have changed. An engine must report no version while it is being changed."""
+        """Perform an act at an engine. This method runs in the engine's peer. It raises the errors of engine clients,
+        and OutcomeUnknown if the engine may have changed. An engine must report no version while it is being
+        changed."""
         ...
 
     def sender(self, model: Any, options: SenderOptions) -> WeightSender:
@@ -172,8 +174,9 @@ class EnginesFailed(Permanent):
 
 
 class EngineOutcomes:
-    """The outcome of one installation for each engine. None means that the engine has the version, Permanent or
-    Retryable that it is unchanged, and OutcomeUnknown that it may have parts of both versions."""
+    """The outcome of one installation for each engine. None means that the engine has the version. Permanent or
+    Retryable means that the engine is unchanged. OutcomeUnknown means that the engine may have parts of both
+    versions."""
 
     def __init__(self, engines: Iterable[EngineId] = ()) -> None:
         self.by_engine: dict[EngineId, OrchestrRLError | None] = {
@@ -184,8 +187,8 @@ class EngineOutcomes:
         self, sync: DirectSync, act: str, bodies: Mapping[EngineId, Mapping[str, Any]], first: bool, last: bool
     ) -> None:
         """Perform `act` at the engines of `bodies` concurrently. `first` is set if the engines are unchanged before the
-        act, `last` if they have the version after it. If acts fail, raises the error of the first such engine after the
-        acts at all engines have ended."""
+        act. `last` is set if the engines have the version after the act. If acts fail, raises the error of the first
+        engine whose act failed, after the acts at all engines have ended."""
 
         async def one(engine: EngineId, body: Mapping[str, Any]) -> None:
             try:
@@ -220,7 +223,7 @@ BACKENDS = PlugPoint(
 
 def make_direct(name: str) -> DirectBackend:
     """Create a direct backend by name. Raises Permanent if the name is unknown (listing the known names), if a package
-    is missing, or if the backend is not direct, like the tree."""
+    is missing, or if the backend is not a direct backend."""
     backend = BACKENDS.load(name)()
     if not isinstance(backend, DirectBackend):
         raise Permanent(f"backend {name!r} is not a direct backend")

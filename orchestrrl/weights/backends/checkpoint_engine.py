@@ -7,8 +7,8 @@ on the ranks' GPUs, sorted by rank ("e0,e1"). Servers are started with
 tensors before the fence. While requests are paused, `ParameterServer.update` on the ranks requests calls to each
 server's workers, which go through the daemon and the server's peer.
 
-Written from the source of checkpoint-engine 0.3 (`ps.py`, `worker.py`, `api.py`) and tested with a fake of that
-interface only: the package itself, which needs CUDA, has never been run with it.
+This backend follows the source of checkpoint-engine 0.3 (`ps.py`, `worker.py`, `api.py`). It has been tested only with
+a fake of that interface, never with the package itself, which needs CUDA.
 """
 
 from collections.abc import Mapping, Sequence
@@ -165,8 +165,7 @@ class RankShares:
             raise Permanent(f"backend checkpoint_engine has no step {step.step!r} in the trainer")
 
     def close(self) -> None:
-        """Release the pinned memory of the registered version, which must be free before the next version is
-        registered."""
+        """Release the pinned memory of the registered version. The next version cannot be registered before."""
         registered, self._registered = self._registered, None
         if registered is not None:
             self._server.unregister_checkpoint(registered)

@@ -37,22 +37,23 @@ class BackendWorld(Protocol):
         ...
 
     def holds(self, engine: EngineId) -> int | None:
-        """Return the weight version with which the engine would answer; None if it is partial or unknown."""
+        """Return the version of the weights with which the engine generates; None if the version is unknown or the
+        weights are incomplete."""
         ...
 
     def gets_requests(self, engine: EngineId) -> bool: ...
 
     def fleet(self) -> int | None:
-        """Return the version that the daemon reports as the fleet's."""
+        """Return the fleet's version as reported by the daemon."""
         ...
 
     @property
     def changed_while_open(self) -> Sequence[str]:
-        """Return one text for each change of an engine's weights while it served requests."""
+        """Return a description of each change of an engine's weights that occurred while the engine served requests."""
         ...
 
     def fail(self, step: BackendStep, engines: Sequence[EngineId]) -> None:
-        """Make the step fail once at these engines."""
+        """Make step `step` fail once at these engines."""
         ...
 
     def lose_trainer(self, step: BackendStep) -> None:
@@ -60,7 +61,7 @@ class BackendWorld(Protocol):
         ...
 
     async def publish(self, version: int) -> SyncReport:
-        """Publish; return the report once the sync is over, the barrier is open, and repairs are done."""
+        """Publish a version. Return the report once the sync is over, the barrier is open, and repairs are done."""
         ...
 
 

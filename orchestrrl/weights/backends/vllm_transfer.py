@@ -2,14 +2,14 @@
 
 It supports `nccl` and any other backend registered in vLLM. The trainer and all servers form one process group. The
 trainer runs vLLM's trainer-side engine, whose calls to servers go through the daemon. The daemon forwards a call to the
-servers' peers only during the step to which it belongs. The ranks of one server's workers follow those of the previous
-server's workers: the `rank_offset` of a server is increased by the number of workers of all servers before it. The
-group is joined before the fence, and again only when the trainer or the servers change. Workers block while they join,
-so the peer first checks that the trainer listens.
+servers' peers only during the step to which it belongs. The workers of each server have consecutive ranks: the
+`rank_offset` of a server is increased by the number of workers of all previous servers. The group is joined before the
+fence, and again only when the trainer or the servers change. Workers block while they join, so the peer first checks
+that the trainer listens.
 
 Versions are not stored: an engine that fails or restarts waits for the next version. A worker whose update was
-interrupted may reject further updates until its server is restarted. Only a CPU backend has been run; `nccl` and the
-other GPU backends never have.
+interrupted may reject further updates until its server is restarted. Only a CPU backend has been tested. `nccl` and the
+other GPU backends are untested.
 """
 
 import asyncio
@@ -118,8 +118,8 @@ class VllmTransferBackend:
             self._step = ""
 
     def _own(self, engine: EngineId, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the body of a call to all servers as it is sent to one server: with the server's rank offset and the
-        entries of its workers."""
+        """Return the body of a call to all servers as it is sent to one server, with the rank offset of the server and
+        only the entries of its workers."""
         names = list(self._workers)
         before = sum(self._workers[each] for each in names[: names.index(engine)])
         own = dict(body)
@@ -180,8 +180,9 @@ async def _listens(init_info: Mapping[str, Any], within_s: float) -> None:
 
 
 class VllmSender:
-    """The sender of one rank of the trainer: vLLM's trainer-side engine, whose calls to servers the daemon forwards.
-    Rank 0 sends; the other ranks take part in gathering. It needs vLLM 0.32 or later in the trainer's environment."""
+    """The sender of one rank of the trainer. It runs vLLM's trainer-side engine, whose calls to servers the daemon
+    forwards. Rank 0 sends the weights; the other ranks only take part in gathering. It needs vLLM 0.32 or later in the
+    trainer's environment."""
 
     def __init__(self, model: Any, options: SenderOptions, trainer_init: Mapping[str, Any]) -> None:
         try:
@@ -199,7 +200,7 @@ class VllmSender:
         self._init_class()
 
     def use(self, model: Any, options: SenderOptions) -> None:
-        """Send the tensors of this model from now on; the group stays joined."""
+        """Send the tensors of this model from now on. The process group is kept."""
         self._options = options
         self._tensors, self._metas = named_tensors(model, options.dtype, options.rename, options.ignore)
 
@@ -242,7 +243,7 @@ class VllmSender:
         self._call("finish_weight_update", {})
 
     def shutdown_weight_transfer_engine(self) -> None:
-        """Do nothing, because servers leave a group when they join another group."""
+        """Do nothing, because a server leaves its process group when it joins another one."""
 
     def _call(self, call: str, body: Mapping[str, Any]) -> None:
         assert self._report_step is not None
@@ -293,8 +294,8 @@ class VllmSender:
 
 
 def _free_port() -> int:
-    """Return a free TCP port. It is not reserved: if another process takes the port, joining the group fails and is
-    repeated."""
+    """Return a free TCP port. It is not reserved: if another process takes the port, the attempt to join the group
+    fails and is repeated."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -69,7 +69,8 @@ class FleetFence(Protocol):
         ...
 
     async def pause(self, holder: str, *, empty: bool, lease_s: float, deadline_s: float) -> str:
-        """Pause the fleet; return the lease's id once no request runs. With `empty`, engines have no requests left."""
+        """Pause the fleet; return the lease's id once no request runs. If `empty` is set, requests are also withdrawn
+        from the engines."""
         ...
 
     async def renew(self, lease: str, lease_s: float) -> None: ...
@@ -96,14 +97,14 @@ class SyncCircuits(Protocol):
     """The network for weight syncs, and the circuits of one sync; see daemon/weight_circuits.py."""
 
     def network(self) -> SyncNetwork:
-        """Return the network that would be available to a sync."""
+        """Return the network that a sync can use."""
         ...
 
     async def bring_up(
         self, sync_id: str, planned: PlannedSync, on_phase: OnPhase, *, still: bool = False
     ) -> BroughtUp:
         """Bring up the circuits of a plan; return the resulting network. `still` is set if the trainer sends no traffic
-        in the meantime."""
+        during this call."""
         ...
 
     async def tear_down(self, sync_id: str) -> tuple[str, ...]:
@@ -113,7 +114,7 @@ class SyncCircuits(Protocol):
 
 class SyncFailed(OrchestrRLError):
     """Raised when an attempt to sync a version fails. `without` are the engines that the next attempt leaves out, with
-    reasons if available. `again` is set if another attempt may succeed, `unchanged` if the failed order had no
+    reasons if available. `again` is set if another attempt may succeed. `unchanged` is set if the failed order had no
     effect."""
 
     def __init__(
@@ -162,8 +163,9 @@ class SyncActions:
         return self.serving.engines()
 
     def awaited(self) -> list[EngineId]:
-        """Return the engines that are expected to attach again soon: engines whose peer has just detached and, if the
-        daemon has just restarted, engines that had the fleet's version (all known engines if there was no version)."""
+        """Return the engines whose peers are expected to attach again soon. These are engines whose peer has just
+        detached. If the daemon has just restarted, they also include the engines that had the fleet's version, or all
+        known engines if there was no version."""
         now_s, patience_s, known = self.clock.now_s(), self.settings.patience_s, self.engines()
         attached = {each.engine for peer in self.hub.attached().values() for each in peer.engines}
         gone = [
@@ -200,7 +202,8 @@ class SyncActions:
         ]
 
     def gone(self, engine: EngineId) -> bool:
-        """Return whether a formerly known engine was stopped or removed on purpose, which is not a failure."""
+        """Return whether a formerly known engine is no longer in the fleet because it was stopped or removed. That is
+        not a failure."""
         return engine not in self.engines() and engine in self.serving.seen
 
     # --- the pause barrier
@@ -215,7 +218,8 @@ class SyncActions:
         return lease.id if lease is not None and lease.holder == HOLDER + sync_id else ""
 
     async def close_barrier(self, sync_id: str, *, empty: bool) -> str:
-        """Close the pause barrier for a sync; return the lease's id. With `empty`, engines have no requests left."""
+        """Close the pause barrier for a sync; return the lease's id. If `empty` is set, requests are also withdrawn
+        from the engines."""
         lease_s, deadline_s = self.settings.lease_s, self.settings.fence_within_s
         return await self.fence.pause(HOLDER + sync_id, empty=empty, lease_s=lease_s, deadline_s=deadline_s)
 
@@ -346,7 +350,7 @@ class SyncActions:
 
     async def keep(self, *, but: int | None = None) -> None:
         """Have peers discard all versions except the fleet's, those of open syncs, and newer ones that trainers staged.
-        With `but`, have them discard only that version, unless another open sync has the same number."""
+        If `but` is given, have them discard only that version, unless another open sync has the same number."""
         committed = self.book.fleet.version
         wanted = [record.report.version for record in self.book.open.values()]
         if committed == but or sum(version == but for version in wanted) > 1:

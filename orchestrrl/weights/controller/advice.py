@@ -1,8 +1,8 @@
 """Advise on a slow weight sync, with one sentence for each phase that takes significant time. Has no side effects.
 
 The transfer is rarely the bottleneck: in one analysed sync, 227 of 231 s were an unnecessary offload. So other phases
-are listed first, if they take longer than the transfer or a large share of the total. A transfer that is slower than
-planned follows, with the edge or peer that causes the delay.
+are listed first, if they take longer than the transfer or a large share of the total. The advice on a transfer that is
+slower than planned comes last and names the edge or peer that causes the delay.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ MOST = 3  # pieces of advice on phases
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One piece of advice on a sync. `code` is stable: the phase, or the slow part of the transfer."""
+    """One piece of advice on a sync. `code` is a stable identifier of the phase or of the slow part of the transfer."""
 
     code: str
     text: str

@@ -38,7 +38,7 @@ READ_WITHIN_S = 600.0  # limit for one read of all bytes
 
 class TreeTransfer:
     """Carries the bytes of one published version to peers, in one or more attempts. `still` is set if the trainer sends
-    no other traffic during the transfer, `is_up` if an earlier daemon may have brought up circuits."""
+    no other traffic during the transfer. `is_up` is set if an earlier daemon may have brought up circuits."""
 
     def __init__(
         self, acts: SyncActions, record: SyncRecord, publications: Sequence[Publication], *, still: bool, is_up: bool
@@ -95,8 +95,8 @@ class TreeTransfer:
 
     async def _held(self, receivers: Collection[PeerId]) -> dict[PeerId, HeldVersion]:
         """Return the bytes that receivers have from an earlier attempt, and those of other peers that have all of their
-        bytes. Return {} if a peer with staged parts is detached, or if a receiver is new or its share has changed,
-        because the shards were not cut for such a receiver."""
+        bytes. Return {} if a peer with staged parts is detached. Also return {} if a receiver is new or its share has
+        changed, because the existing shards then do not match the share."""
         there, before = self._acts.hub.attached(), self._carried
         if before is None or any(there[peer].share != before.shares.get(peer) for peer in there.keys() & receivers):
             return {}
@@ -302,7 +302,7 @@ class Carrying:
         raise SyncFailed(code, f"{lack} received no bytes for {now_s - self._moved_s:.0f} s{who}")
 
     async def _mend(self) -> None:
-        """Add edges for bytes that no running edge brings."""
+        """Add edges for the missing bytes that no running edge transfers."""
         progress, acts = self.progress, self._acts
         peers = {id: peer for id, peer in acts.hub.attached().items() if id in progress.peers}
         missing = {peer: progress.lacking(peer) for peer in peers}
@@ -326,7 +326,8 @@ class Carrying:
 
     def _weight(self, peers: Mapping[PeerId, Peer], src: PeerId, dst: PeerId) -> float | None:
         """Return the cost of a byte from `src` to `dst`, or None if they have no common transport. The cost is high if
-        `src` sent `dst` wrong bytes or their edge broke, and lower inside a PoD than between PoDs."""
+        `src` has sent wrong bytes to `dst` or an edge between them has broken. It is lower inside a PoD than between
+        PoDs."""
         if common_transport(self._acts.settings, peers[src], peers[dst]) is None:
             return None
         weight = 100.0 if src in self.progress.blamed(dst) else 1.0

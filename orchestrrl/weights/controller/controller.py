@@ -72,8 +72,8 @@ class WeightSync:
         stale: StaleVersions,
         offload: Offload = inline,
     ) -> None:
-        """Create the controller. `deploying` returns whether a deployment is starting or stopping engines; `stale` are
-        the engines whose reported version is from before a restart."""
+        """Create the controller. `deploying` returns whether a deployment is starting or stopping engines; `stale`
+        tracks the engines whose reported version is from before a restart."""
         self.book = WeightBook(journal, clock)
         self._serving = PeerAssignments(hub, clock, settings.patience_s, engines)
         self._acts = SyncActions(
@@ -213,7 +213,7 @@ class WeightSync:
         self, sync_id: str, rank: int, number: int, call: str, body: Mapping[str, Any]
     ) -> Mapping[str, Any]:
         """Relay a call of a trainer's rank to the direct backend and return the answer. Raises Permanent if the sync
-        expects no call of the trainer, and the backend's own errors."""
+        currently accepts no calls from the trainer. Also raises the backend's own errors."""
         run = self._running
         if run is None or run.sync_record.id != sync_id or run.direct is None:
             raise Permanent(f"weight sync {sync_id} does not expect calls from a trainer")
@@ -232,8 +232,8 @@ class WeightSync:
         )
 
     def report(self, sync_id: str = "", version: int | None = None) -> SyncReport:
-        """Return the newest report with this id and version. If both are omitted, return the report of the running
-        sync, or else of the last sync. Raises Permanent if there is no such report."""
+        """Return the newest report with this id and version. If both are omitted, return the report of the running sync
+        or, if no sync is running, of the last sync. Raises Permanent if there is no such report."""
         for report in self.history(0):
             if (not sync_id or report.id == sync_id) and (version is None or report.version == version):
                 return report
@@ -241,8 +241,8 @@ class WeightSync:
         raise Permanent(f"there is no weight sync{what}")
 
     def history(self, limit: int) -> list[SyncReport]:
-        """Return at most `limit` reports: that of the running sync, then those of earlier syncs, newest first. A limit
-        of 0 returns all stored reports."""
+        """Return at most `limit` reports. The report of the running sync comes first, then the reports of earlier
+        syncs, newest first. A limit of 0 returns all stored reports."""
         running = [self._running.sync_record.report] if self._running is not None else []
         waiting = [record.report for record in reversed(self.book.open.values())]
         reports = {report.id: report for report in (*running, *waiting, *reversed(self.book.over))}
@@ -258,8 +258,8 @@ class WeightSync:
             yield report
 
     def abort(self, sync_id: str, reason: str) -> SyncReport:
-        """Abort a sync, or the running sync if the id is empty. The sync may end after this method has returned. Raises
-        Permanent if the sync is over or committed."""
+        """Abort the sync with this id, or the running sync if the id is empty. The method may return before the sync
+        has ended. Raises Permanent if the sync is over or committed."""
         report = self.report(sync_id)
         outcome = (SyncState.ABORTED, "operator", reason or "aborted by an operator")
         record = self.book.open.get(report.id)
@@ -289,10 +289,10 @@ class WeightSync:
     # --- called by the pause barrier and the balancer
 
     async def before_resume(self, until_s: float, told: int | None = None) -> tuple[int | None, tuple[EngineId, ...]]:
-        """Return the version and the left-out engines with which another holder is to open the barrier that it has
-        closed. A version that waits for a pause is installed first, if this is possible by `until_s`. `told` is the
-        version that the holder reports for the engines. If it is a version of this controller, raises Permanent if that
-        version could not be installed, and Retryable if its sync is still running."""
+        """Return the version and the left-out engines with which another holder opens the barrier that it has closed. A
+        version that waits for a pause is installed first if this is possible by `until_s`. `told` is the version that
+        the holder reports for the engines. If `told` is a version of this controller, raises Permanent if that version
+        could not be installed, and Retryable if its sync is still running."""
         fence, run = self._acts.fence, self._running
         lease = fence.state.lease
         if lease is None or lease.holder.startswith(HOLDER):
@@ -358,8 +358,8 @@ class WeightSync:
                     self._acts.stale.restarted(engine)
 
     async def run(self) -> None:
-        """Run until cancelled. A sync that an internal error interrupts is recovered like a sync that a previous daemon
-        left open."""
+        """Run until cancelled. If an internal error interrupts a sync, the sync is recovered like one that a previous
+        daemon left open."""
         serving = asyncio.ensure_future(self._keep_serving())
         try:
             await self._until_cancelled()

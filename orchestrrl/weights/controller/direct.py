@@ -65,8 +65,8 @@ class DirectTransfer:
 
     async def install(self, attempt: SyncAttempt, until_s: float | None) -> dict[EngineId, PeerResult]:
         """Have the trainer send the version to the engines. Raises SyncFailed if an engine does not have the version
-        afterwards. The next attempt leaves out such engines. If no engine has the version, it leaves out none, because
-        the trainer may be the cause."""
+        afterwards. The next attempt leaves out such engines. If no engine has the version, no engine is left out,
+        because the trainer may be the cause."""
         record, began_s = self._record, self._acts.clock.now_s()
         self._begin(changes=True, until_s=until_s)
         became = await self._backend.install(self)
@@ -95,7 +95,7 @@ class DirectTransfer:
 
     async def relayed(self, rank: int, number: int, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Handle a call of a trainer's rank for step `number`; return the answer. Raises Permanent if step `number` is
-        not open, and the backend's own errors."""
+        not open. Also raises the backend's own errors."""
         if self._asked is None or self._asked[0].number != number or self._asked[1].done():
             raise Permanent(f"step {number} of weight sync {self._record.id} is over")
         if call == STEP_FAILED:

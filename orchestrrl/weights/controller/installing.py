@@ -50,7 +50,7 @@ class Installing:
 
     @property
     def prompt(self) -> tuple[tuple[int, ...], int]:
-        """Return the probe's prompt and its number of tokens to generate. An empty prompt disables the probe."""
+        """Return the probe's prompt and the number of tokens to generate. An empty prompt disables the probe."""
         told, probe = self._publications[0], self._acts.settings.probe
         if told.probe:
             return told.probe, len(told.expected) or (probe.max_tokens if probe is not None else 8)
@@ -93,7 +93,7 @@ class Installing:
             attempt.receivers = {*hosts, *(idle if record.report.attempt == 1 else [])}
 
     def _why_not(self, engine: EngineId, now: EngineNow) -> str:
-        """Return why an engine cannot receive the version; empty if it can."""
+        """Return the reason why an engine cannot receive the version; empty if the engine can receive it."""
         acts = self._acts
         if acts.hub.peer_of(engine) is None:
             return acts.serving.why_not(engine)
@@ -126,8 +126,8 @@ class Installing:
     # --- install and verify
 
     async def install(self, attempt: SyncAttempt, borrowed: BorrowedPause | None) -> None:
-        """Install the version into the attempt's targets and verify it. The targets are first recorded as changed,
-        because they may have the version from then on."""
+        """Install the version into the attempt's targets and verify it. Before that, the targets are recorded as
+        changed, because they may have the version as soon as the installation begins."""
         record, acts = self._record, self._acts
         record.state(SyncState.INSTALLING)
         engines = sorted(attempt.targets)
@@ -291,7 +291,8 @@ class Installing:
             await self._let_run(good)
 
     def _known_to_barrier(self) -> set[EngineId]:
-        """Return the engines whose version the pause barrier has. A restart of such an engine may have been missed."""
+        """Return the engines whose version the pause barrier has. Their versions may be outdated, because a restart may
+        have been missed."""
         return set(self._acts.engines()).intersection(self._acts.fence.state.versions)
 
     async def _close_again(self, changed: Collection[EngineId]) -> str:
@@ -308,7 +309,8 @@ class Installing:
         return ""
 
     async def _bring_back(self, committed: CommittedVersion, engines: Collection[EngineId]) -> dict[EngineId, str]:
-        """Install the fleet's version; return the engines that do not have it afterwards, with reasons."""
+        """Install the fleet's version. Return the engines that do not have the version afterwards, with the reason for
+        each engine."""
         acts = self._acts
         if committed.is_kept:
             return await acts.try_each(engines, lambda engine: acts.install(engine, committed.version))
@@ -368,8 +370,8 @@ class Installing:
 
 
 def odd_ones(said: Mapping[EngineId, object], group: Callable[[EngineId], object]) -> dict[EngineId, str]:
-    """Return the engines whose value differs from that of the majority of their group, with a text for each engine. If
-    a group has no majority, all of its engines are returned. Has no side effects."""
+    """Return the engines whose value differs from the majority value of their group, with a description of the
+    difference for each engine. If a group has no majority, all of its engines are returned. Has no side effects."""
     groups: dict[object, list[EngineId]] = {}
     for engine in sorted(said):
         groups.setdefault(group(engine), []).append(engine)

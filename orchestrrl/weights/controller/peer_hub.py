@@ -109,12 +109,13 @@ class PeerHub:
         return [*([] if own is None else [own.id]), *others]
 
     def engines_of(self, peers: Iterable[PeerId]) -> list[EngineId]:
-        """Return the engines that need the bytes of these peers, including engines with ranks on several hosts."""
+        """Return the engines that load bytes from the hosts of these peers. Engines with ranks on several hosts are
+        included."""
         known = [self.peers[peer].peer for peer in peers if peer in self.peers]
         return [engine for peer in known for engine in (*(each.engine for each in peer.engines), *peer.ranks_of)]
 
     def why_not_whole(self, engine: EngineId) -> str:
-        """Return the reason why an engine with several hosts cannot load a whole version; empty if it can."""
+        """Return the reason why an engine with several hosts cannot load a whole version; empty if it can load one."""
         own, attached = self.peer_of(engine), self.attached()
         for id in self.hosts_of(engine) if own is not None else ():
             if id not in attached:
@@ -128,8 +129,8 @@ class PeerHub:
         return self._clock.now_s()
 
     def ours_s(self, peer: PeerId, theirs_s: float) -> float:
-        """Convert a time of the peer's clock to the daemon's clock. Return it unchanged if the peer is detached or has
-        sent no time."""
+        """Convert a time of the peer's clock to the daemon's clock. Return the time unchanged if the peer is detached
+        or has not sent the time of its clock."""
         stream = self._streams.get(peer)
         return theirs_s if stream is None else theirs_s - stream.ahead_s
 
@@ -188,7 +189,7 @@ class PeerHub:
         return "" if result.outcome is OrderOutcome.DONE else result.detail or result.outcome
 
     def close(self) -> None:
-        """End every stream, so that peers detect the shutdown at once and attach to the next daemon."""
+        """End every stream, so that peers detect the shutdown at once and attach to the next daemon when it starts."""
         for stream in self._streams.values():
             stream.waiting.end()
 
@@ -265,7 +266,7 @@ class PeerHub:
         return _yielding(peer, {each.engine for other in others for each in other.engines})
 
     def _make_way(self, peer: Peer) -> None:
-        """Remove the engines of this peer's command line from other peers to which the daemon assigned them."""
+        """Remove the engines of this peer's command line from the assignments of other peers."""
         own = {each.engine for each in peer.engines if not each.given}
         for other, state in self.peers.items() if own else ():
             if other != peer.id and (left := _yielding(state.peer, own)) is not state.peer:

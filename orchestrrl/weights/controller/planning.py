@@ -45,7 +45,7 @@ def plan_sync(
     name: str = "0",
 ) -> PlannedSync:
     """Plan the transfer of parts that trainers have staged to all peers of engines. `name` is the prefix of edge ids,
-    which must differ between plans for the same version. Raises ProblemFaults if the input is inconsistent, and
+    which must be unique among the plans for a version. Raises ProblemFaults if the input is inconsistent, and
     Unreachable if the network has no path to a receiver."""
     known = {peer.id: peer for peer in peers}
     if faults := list(_unknown_peers(publications, known, network)):
@@ -102,9 +102,9 @@ def plan_repair(
     name: str = "0",
 ) -> PlannedSync:
     """Plan the transfer of the bytes of a version that `receivers` lack, from peers that have these bytes (`held`). The
-    version is the fleet's, or an earlier attempt has brought it to some peers. Only receivers get an order to open it.
-    Raises ProblemFaults if a peer is not attached or unknown to the network, and Unreachable if no peer has a byte
-    range or the network has no path to a receiver."""
+    version is the fleet's version, or one that an earlier attempt has brought to some peers. Only `receivers` are
+    ordered to open the version. Raises ProblemFaults if a peer is not attached or unknown to the network, and
+    Unreachable if no peer has a byte range or the network has no path to a receiver."""
     known = {peer.id: peer for peer in peers}
     faults = [f"receivers: must be attached, got {peer!r}" for peer in sorted(receivers) if peer not in known]
     faults += _unknown_peers((), known, network)
@@ -189,7 +189,7 @@ def _planned(
     settings: WeightSettings,
     name: str,
 ) -> PlannedSync:
-    """Plan the flows of segments; each flow is an edge with an id, a transport and a rate."""
+    """Plan the transfer of the segments. Each planned flow becomes an edge with an id, a transport and a rate."""
     flows, plan = plan_flows(segments, network, settings)
     ways = _transports({(flow.src, flow.dst) for flow, _ in flows}, known, settings)
     is_held_back = settings.rate_share < 1 or bool(network.boundary_circuits or network.tor_circuits)

@@ -41,8 +41,8 @@ class PhaseStretch:
 
 @dataclass(frozen=True, slots=True)
 class PhaseRow:
-    """The time of one phase. `seconds` is the total over all attempts, `waited_s` the part on the critical path, and
-    `share` is `waited_s` as a fraction of the sync's time."""
+    """The time of one phase. `seconds` is the total over all attempts. `waited_s` is the part on the critical path, and
+    `share` is this part as a fraction of the sync's time."""
 
     phase: SyncPhase
     seconds: float
@@ -53,7 +53,7 @@ class PhaseRow:
 @dataclass(frozen=True, slots=True)
 class SyncProfile:
     """The times of one sync. `whole_s` is the time from the start of the trainer's offload until requests run with the
-    new version, without phases that delay neither requests nor the trainer."""
+    new version. It excludes phases that delay neither requests nor the trainer."""
 
     report: SyncReport
     path: tuple[PhaseStretch, ...]
@@ -80,8 +80,8 @@ class SyncProfile:
 
     @property
     def over_estimate(self) -> float | None:
-        """Return the transfer time divided by the plan's estimate. None without a plan, if the transfer was incomplete,
-        or if the estimate is below LEAST_MODELLED_S."""
+        """Return the transfer time divided by the plan's estimate. Return None if there is no plan, if the transfer was
+        incomplete, or if the estimate is below LEAST_MODELLED_S."""
         return self._against(self.report.estimate_s)
 
     @property
@@ -132,8 +132,8 @@ def profile(report: SyncReport, now_s: float | None = None) -> SyncProfile:
 
 def critical_path(phases: Sequence[PhaseTime], end_s: float) -> tuple[PhaseStretch, ...]:
     """Return the segments of the critical path from the start of the first phase to `end_s`. The path is built
-    backwards: it takes the phase that ended last (among equals, the phase that began last), then repeats this from the
-    start of that phase."""
+    backwards from `end_s`. Each step adds the phase that ended last before the current time and continues at the start
+    of that phase. Of phases that ended at the same time, the phase that began last is taken."""
     runs = [(took.phase, took.began_s, _until_s(took, end_s)) for took in phases]
     runs = [run for run in runs if run[2] > run[1]]
     path: list[PhaseStretch] = []

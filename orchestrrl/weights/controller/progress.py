@@ -1,4 +1,5 @@
-"""Track the bytes of a version that each peer has as edges end and break, and the missing bytes that no edge brings."""
+"""Track the bytes of a version that each peer has while edges end and break. Also find the missing bytes that no live
+edge transfers."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ class SyncProgress:
             self.runs[edge.id].seconds = max(0.0, event.ended_s - event.began_s)
 
     def broken(self, edge_id: str, arrived_bytes: int) -> CarryEdge | None:
-        """End a broken edge, of which the receiver has `arrived_bytes`. Return the edge, or None if it had already
+        """End a broken edge. The receiver has `arrived_bytes` of its bytes. Return the edge, or None if it had already
         ended."""
         if edge_id not in self._live:
             return None
@@ -128,7 +129,7 @@ class SyncProgress:
         return not all(lacking.is_empty for lacking in self.missing.get(peer, {}).values())
 
     def uncovered(self, peer: PeerId) -> dict[str, tuple[Range, ...]]:
-        """Return the missing ranges that no live edge brings, by shard."""
+        """Return the missing ranges that no live edge transfers, keyed by shard."""
         found = {}
         for shard, lacking in self.missing.get(peer, {}).items():
             left = ByteRanges(lacking.ranges)
@@ -142,7 +143,7 @@ class SyncProgress:
         return frozenset(self._blamed.get(peer, ()))
 
     def lacking(self, peer: PeerId) -> dict[str, tuple[Range, ...]]:
-        """Return the missing ranges of each shard that the peer has or is to receive."""
+        """Return the missing ranges of each shard that the peer stores or receives."""
         if peer in self._shards:
             own = self.missing.get(peer, {})
             return {shard: own[shard].ranges if shard in own else () for shard in self._shards[peer]}

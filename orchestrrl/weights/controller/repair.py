@@ -1,7 +1,7 @@
 """Repair engines without the fleet's version, one after the other, while the other engines serve.
 
 An engine needs repair if it was left out of the commit, was restarted, or joined later. Each attempt is journalled.
-The delay between two attempts on one engine doubles up to a maximum.
+After each failed attempt on an engine, the delay before its next attempt doubles, up to a maximum.
 """
 
 import itertools
@@ -74,7 +74,7 @@ class EngineRepairs:
         return [engine for engine in wanting if engine not in self._tried or now_s >= self._tried[engine].after_s]
 
     def on_peer(self, peer: Peer) -> None:
-        """Exclude a restarted engine from requests as soon as its peer reports the restart."""
+        """Stop sending requests to a restarted engine as soon as its peer reports the restart."""
         fence = self._acts.fence
         # If a trainer has installed other weights without peers, the peers' reports about engines are outdated.
         if fence.state.newest not in (None, self._acts.book.fleet.version):

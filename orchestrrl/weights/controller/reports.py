@@ -24,8 +24,8 @@ OVER = frozenset({SyncState.DONE, SyncState.ABORTED, SyncState.SUPERSEDED})
 
 
 class SyncPhase(StrEnum):
-    """The phases of a sync, in chronological order. The first two run in the trainer. Phases A and B overlap; the time
-    of B is measured from the end of A."""
+    """The phases of a sync, in chronological order. The first two phases run in the trainer. The transfer phases A and
+    B overlap, so the time of B is measured from the end of A."""
 
     OFFLOAD = "offload"  # copy from the trainer's devices to its host
     GATHER = "gather"  # assemble the trainer's shards in the engines' layout

@@ -41,8 +41,8 @@ MAY_BE_REPLACED = frozenset({SyncState.PLANNING, SyncState.CARRYING, SyncState.P
 
 
 class SyncStep(Enum):
-    """A step of a sync, numbered within its direction. Steps have no time limit: each order to a peer has its own, and
-    the wait for the next pause is unlimited."""
+    """A step of a sync, numbered within its direction. Steps have no time limit, because each order to a peer has a
+    separate limit and the wait for the next pause is unlimited."""
 
     CHOOSE = 1, "choose"  # select the engines that receive the version
     PREPARE = 2, "prepare"  # carry all bytes to their peers, or the work of a direct backend before the fence
@@ -131,19 +131,20 @@ class SyncRun(Description[SyncStep]):
 
     @property
     def takes_closed_barrier(self) -> bool:
-        """Return whether the sync uses a barrier that another holder has closed, or would use one now."""
+        """Return whether the sync uses, or could use now, a barrier that another holder has closed."""
         return self._borrowed is not None or (self._waits_for_barrier and self._stop is None)
 
     async def borrow(self, until_s: float, may_probe: bool) -> tuple[int | None, tuple[EngineId, ...]]:
-        """Install while another holder has the pause barrier closed; return the version with which the holder must open
-        the barrier, and the engines without that version. A repeated call waits for the same result."""
+        """Install the version while another holder keeps the pause barrier closed. Return the version with which the
+        holder must open the barrier, and the engines without that version. Repeated calls return the same result."""
         if self._borrowed is None:
             self._borrowed = BorrowedPause(until_s, may_probe, asyncio.get_running_loop().create_future())
             self._may_install.set()
         return await asyncio.shield(self._borrowed.outcome)
 
     async def run(self) -> None:
-        """Run the sync to its end, after its intent was recorded in the journal. Raises only internal errors."""
+        """Run the sync to its end. The caller has already recorded the intent in the journal. Raises only internal
+        errors."""
         await self._operation.carry_out()
         await self._over()
 
@@ -259,7 +260,7 @@ class SyncRun(Description[SyncStep]):
             record.engine(engine, EngineSync.PREPARED)
 
     async def _not_held(self) -> None:
-        """Wait while an operator has paused syncs."""
+        """Wait until syncs are not paused by an operator."""
 
         def held() -> str:
             hold = self._acts.pause_registry.hold(PauseScope.SYNC)
@@ -370,7 +371,7 @@ class SyncRun(Description[SyncStep]):
         record.state(SyncState.COMMITTED)
 
     def _check_closed(self) -> None:
-        """Raise SyncFailed if requests may have run while engines were being changed."""
+        """Raise SyncFailed if requests may have run while the engines' weights were being changed."""
         acts, lease = self._acts, self._attempt.lease
         why = ""
         if lease and acts.own_lease(self.id) != lease:
@@ -398,8 +399,8 @@ class SyncRun(Description[SyncStep]):
         self._give_back()
 
     async def _until_done(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Repeat `work` until it succeeds, because no later step may change engines before that. In the meantime, the
-        pause barrier's lease keeps requests away from engines. An internal error is stored and raised."""
+        """Repeat `work` until it succeeds, because the next step requires its result. Until then, the pause barrier's
+        lease keeps requests away from engines. An internal error is stored and raised."""
         self._defect = None
         while True:
             try:
@@ -426,7 +427,7 @@ class SyncRun(Description[SyncStep]):
 
     @property
     def _failed(self) -> SyncFailed:
-        """Return the failure of the last attempt."""
+        """Return the failure of the most recent attempt."""
         failure = self._operation.failure
         assert failure is not None
         if self._stop is not None:

@@ -30,7 +30,8 @@ UNKNOWN_FOR_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class AssignedEngines:
-    """An assignment of engines to peers. `wanted` has the engines (id to URL) of each peer that accepts assignments."""
+    """An assignment of engines to peers. `wanted` maps each peer that accepts assignments to its engines, given as URLs
+    by engine id."""
 
     wanted: Mapping[PeerId, Mapping[EngineId, str]]
     unserved: Mapping[EngineId, str] = field(default_factory=dict)  # engines that no peer serves, with the remedy
@@ -45,7 +46,7 @@ def served(
     gone: Collection[EngineId] | None = None,
 ) -> AssignedEngines:
     """Assign engines to the peers that serve them. A peer that detached less than `patience_s` ago keeps its engines.
-    If `gone` is given, every peer also keeps its engines that are neither in `engines` nor in `gone`. Has no side
+    If `gone` is given, every peer also keeps its current engines that are in neither `engines` nor `gone`. Has no side
     effects."""
     there = {
         id: state for id, state in sorted(peers.items()) if state.attached or now_s - state.last_report_s < patience_s
@@ -98,7 +99,7 @@ def _what_to_do(engine: EngineId, url: str) -> str:
 
 
 class PeerAssignments:
-    """Keeps the peers of one daemon informed of their engines. The caller keeps `run` as a task."""
+    """Sends the peers of one daemon their assignments. The caller keeps `run` as a task."""
 
     def __init__(
         self, hub: PeerHub, clock: Clock, patience_s: float, engines: Callable[[], Mapping[EngineId, EngineNow]]

@@ -1,7 +1,8 @@
 """Track engines that restarted after their peer last queried them. The peer's report of their version is then stale.
 
-A peer queries its engines every few seconds, and an agent's sample may report a restart sooner. The engine's version is
-unknown until the peer queries it again, which it also does before it installs.
+A peer queries its engines every few seconds. An agent's sample may report a restart before the next query. From then
+on, the engine's version is unknown until the peer queries the engine again. The peer also queries the engine before
+each installation.
 """
 
 import itertools

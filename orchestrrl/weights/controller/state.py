@@ -49,7 +49,7 @@ class EngineNow:
 @dataclass(frozen=True, slots=True)
 class CommittedVersion:
     """The fleet's version and the engines that have it. `quarantined` has the other engines, with reasons. `answers`
-    has the tokens that the probe generated, keyed by configuration."""
+    maps each configuration to the tokens that the probe generated."""
 
     version: int
     sync: str
@@ -289,7 +289,7 @@ class WeightBook:
             self.stands(replace(self.fleet, committed=committed))
 
     def stands(self, fleet: FleetWeights) -> None:
-        """Record the fleet's weights in the journal."""
+        """Write the current state of the fleet's weights to the journal."""
         body = {"fleet": _FLEET.dump_python(fleet, mode="json")}
         self._journal.append(self._clock.now_s(), EntryKind.WEIGHTS, "", body)
         self.fleet = fleet

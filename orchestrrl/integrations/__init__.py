@@ -1,1 +1,2 @@
-"""Adapters that run a trainer's generation on OrchestrRL, one thin file per framework, in the trainer's environment."""
+"""Adapters that run a trainer's generation on OrchestrRL. Each framework has one module, which runs in the trainer's
+environment."""

@@ -5,7 +5,7 @@
     GRPOTrainer(model, reward_funcs=..., args=GRPOConfig(...), train_dataset=..., rollout_func=rollout).train()
 
 The adapter runs in the trainer's environment and needs aiohttp and pydantic in addition to TRL. It imports neither trl
-nor torch. It uses `rollout_func` of TRL 1.16, which TRL calls an experimental interface. Leave `use_vllm` off: with it,
+nor torch. It uses `rollout_func` of TRL 1.16, which is an experimental interface of TRL. Leave `use_vllm` off: with it,
 TRL connects to a single vLLM server itself. See docs/trainers.md.
 """
 
@@ -38,16 +38,16 @@ class GatewayRollout:
     """A `rollout_func` for TRL: it requests the completions of a batch of prompts concurrently and returns them in the
     order of the prompts.
 
-    TRL repeats a prompt for each sample, so every prompt of the batch is one request. Request ids contain `tag` (also
-    sent as X-Tag) and the trainer's step; samples of one prompt share X-Group-Id in all ranks.
+    TRL repeats a prompt for each sample, so every prompt of the batch is one request. Request ids contain `tag`, which
+    is also sent as X-Tag, and the trainer's step. The samples of one prompt have the same X-Group-Id on all ranks.
 
     `engine_urls` are the vLLM servers behind the gateway. They receive requests directly while the gateway is down, and
     they receive the weights. With `sync` or `weights_dir`, the engines get the trainer's weights before the first
-    rollout and before each rollout that follows an optimizer step, while the pause barrier is closed; the step is the
-    policy version. With `sync`, each rank publishes its part and the daemon brings the version to every engine; version
-    numbers continue above those that the fleet has had. `weights_dir` is a folder with the same path on engines and
-    trainer: weights are saved in it, and the engines load them. If neither is given, the caller must update the
-    engines; otherwise the trainer learns from samples of an outdated policy.
+    rollout and before each rollout that follows an optimizer step, while the pause barrier is closed. The policy
+    version is the trainer's step. With `sync`, each rank publishes its part and the daemon brings the version to every
+    engine. Version numbers then begin above those that the fleet has had. `weights_dir` is a folder with the same path
+    on engines and trainer: weights are saved in it, and the engines load them. If neither is given, the caller must
+    update the engines; otherwise the trainer learns from samples of an outdated policy.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ def tokenize(prompts: list[Any], trainer: GrpoTrainer) -> list[list[int]]:
 
 
 def sampling_parameters(trainer: GrpoTrainer) -> dict[str, Any]:
-    """Return the fields of a completion request for TRL's settings. `generation_kwargs` take precedence, as in TRL."""
+    """Return the fields of a completion request for TRL's settings. As in TRL, `generation_kwargs` take precedence."""
     if trainer.max_completion_length is None:
         raise Permanent("max_completion_length: must be set, else engines apply their own limit")
     return {

@@ -1,4 +1,4 @@
-"""Load new weights from a folder into vLLM servers: close the pause barrier, have each server load, open the barrier.
+"""Load new weights from a folder into vLLM servers. The pause barrier is closed while the servers load.
 
 With a gateway, a lease keeps the fleet paused and is renewed while the servers load, so that no server stays paused if
 the trainer dies. Without a gateway the servers are paused one by one, and only this module resumes them.
@@ -39,16 +39,17 @@ def reload_weights(
     to read the folder.
 
     All engines are paused during the load, so that no two engines serve different versions at the same time. Running
-    requests are kept, lose their KV cache and continue with the new weights. Requires `VLLM_SERVER_DEV_MODE=1` on the
-    servers. `policy_version` is the version of the weights; if it is None, the gateway assumes that the weights have
-    not changed. The gateway stores the path for engines that start later: keep the folder until other weights have been
-    loaded.
+    requests are kept. They lose their KV cache and continue with the new weights. Requires `VLLM_SERVER_DEV_MODE=1` on
+    the servers. `policy_version` is the version of the weights; if it is None, the gateway assumes that the weights
+    have not changed. The gateway stores the path for engines that start later: keep the folder until other weights have
+    been loaded.
 
     Engines of the gateway that are not in `engine_urls` are not updated, and get no requests until their version is
     reported. If the gateway is down, the servers are updated without it.
 
     Raises Retryable or Permanent if no server was changed and all servers continue. Raises OutcomeUnknown if some
-    servers may have part of the weights: these servers stay paused, the others continue with the new weights.
+    servers may have only part of the new weights. These servers stay paused, and the other servers continue with the
+    new weights.
     """
     urls, weights = [url.rstrip("/") for url in engine_urls], str(weights_path)
 
@@ -68,7 +69,7 @@ def reload_weights(
 
 @contextmanager
 def _unchanged() -> Iterator[None]:
-    """Extend the messages of errors raised in the block with the statement that no weights were changed."""
+    """Append the statement that no weights were changed to the messages of errors raised in the enclosed block."""
     try:
         yield
     except Retryable as error:

@@ -1,8 +1,8 @@
 """Compute byte positions: tensors in a safetensors file, and the byte runs of a shard in such files.
 
 A shard is a sequence of tensor boxes in row-major order. In a file, a box is a set of rows at a fixed stride. If a file
-has only part of the box, the rows of that part are also strided in the shard. A shard is described by such runs of
-equal rows, never by single rows. The file format is that of safetensors (README of huggingface/safetensors): an
+has only a part of a box, the rows of that part are at a fixed stride in the shard, too. A shard is described by runs of
+equally long rows, not by single rows. The file format is that of safetensors (README of huggingface/safetensors): an
 eight-byte length, a JSON header, then the tensors.
 """
 
@@ -61,8 +61,8 @@ def lay_out(tensors: Sequence[TensorMeta]) -> FileLayout:
 
 
 def read_layout(path: Path) -> FileLayout:
-    """Return the layout of a file that another program has written. Raises ValueError if it is not a safetensors file
-    or is shorter than its header requires."""
+    """Read the layout of a file that another program has written. Raises ValueError if it is not a safetensors file or
+    is shorter than its header requires."""
     try:
         stored = read_header(path)
         tensors = [TensorMeta(each.name, each.dtype, each.shape) for each in stored]
@@ -76,8 +76,8 @@ def read_layout(path: Path) -> FileLayout:
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file that has bytes of shards, given as an index into a list of files. `boxes` has the boxes of its tensors
-    that are filled; None means all boxes."""
+    """A file that has bytes of shards, identified by its index in a list of files. `boxes` has the filled boxes of its
+    tensors; None means that all tensors are complete."""
 
     file: int
     places: Mapping[str, int]
@@ -97,8 +97,8 @@ class ByteRun(NamedTuple):
     period: int = 0
 
     def clipped(self, offset: int, end: int) -> "Iterator[ByteRun]":
-        """Yield the parts of the run within [offset, end), with `at` relative to `offset`. Each row that is cut gives a
-        run, and all whole rows together give one run."""
+        """Yield the parts of the run within [offset, end), with `at` relative to `offset`. Each row that is cut becomes
+        a separate run, and all whole rows together become one run."""
         at, file, start, length, times, stride, period = self
         first, last = max(0, (offset - at) // (period or length)), min(times, -(-(end - at) // (period or length)))
         is_cut = at < offset or at + (times - 1) * period + length > end
@@ -226,7 +226,8 @@ def _runs(tensor: TensorMeta, piece: ShardSlice, box: Box, source: SourceFile) -
 
 
 def _joined(runs: Sequence[ByteRun]) -> list[ByteRun]:
-    """Merge runs that are adjacent both in the shard and in a file, so that small tensors do not make small pieces."""
+    """Merge runs that are adjacent both in the shard and in a file, so that small tensors do not lead to small
+    pieces."""
     joined: list[ByteRun] = []
     for run in runs:
         before = joined[-1] if joined else None

@@ -53,7 +53,7 @@ DTYPE_BYTES: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """The name, dtype and shape of one whole tensor, regardless of how ranks divide it."""
+    """The name, dtype and shape of one whole tensor. They do not depend on how ranks divide the tensor."""
 
     name: str
     dtype: str
@@ -124,8 +124,8 @@ class VersionMap:
 
 @dataclass(frozen=True, slots=True)
 class StagedPart:
-    """The part of a version that one trainer rank has staged: its own file in the version's folder. The file has whole
-    tensors, of which only these boxes are filled."""
+    """The part of a version that one trainer rank has staged in a separate file in the version's folder. The file has
+    whole tensors, of which only these boxes are filled."""
 
     rank: int
     boxes: Mapping[str, tuple[Box, ...]]  # by tensor name
@@ -156,7 +156,7 @@ class EngineAt:
 @dataclass(frozen=True, slots=True)
 class HeldVersion:
     """A version of which a peer stores some bytes. `missing` has the ranges of its shards that have not arrived or
-    whose checksum differs. It is empty for a version that trainers staged on this host."""
+    whose checksum differs. For a version that trainers staged on this host, `missing` is empty."""
 
     version: Version
     shards: tuple[str, ...]
@@ -170,8 +170,8 @@ class HeldVersion:
 
 @dataclass(frozen=True, slots=True)
 class PeerLocation:
-    """The location of a peer in the network: a GPU of the fabric's site, or the PoD, the ToR and the rate of the NIC.
-    A GPU implies these three."""
+    """The location of a peer in the network. It is given either as a GPU of the fabric's site or as the PoD, the ToR
+    and the rate of the NIC, which a GPU implies."""
 
     gpu: Rank | None = None
     pod: Name = ""

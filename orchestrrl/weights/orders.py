@@ -32,7 +32,7 @@ class CarryEdge(PeerFlow):
 class OpenVersion:
     """An order to open a version on the peer, either from parts that trainers staged on its host or to receive the
     version. Stored bytes are kept. `at_home` lists the shards that engines of this host need and that the host's parts
-    or file already have. No peer sends these shards; their bytes in parts are copied into the file."""
+    or file already have. No peer sends these shards. Their bytes are copied from the parts into the file."""
 
     map: VersionMap
     parts: tuple[StagedPart, ...] = ()
@@ -115,9 +115,9 @@ class ProbeWeights:
 
 @dataclass(frozen=True, slots=True)
 class RestEngine:
-    """An order to pause the engine and drop its KV cache, or to resume the engine, if no gateway does so. Running
-    requests may finish within `drain_s`; if they do not, the engine continues and the order fails. `ends` aborts
-    running requests at once."""
+    """An order to pause the engine and drop its KV cache, or to resume the engine. It is used if there is no gateway.
+    Running requests may finish within `drain_s`; if they do not, the engine continues and the order fails. `ends`
+    aborts running requests at once."""
 
     engine: EngineId
     at_rest: bool
@@ -152,7 +152,8 @@ class BackendAct:
 @dataclass(frozen=True, slots=True)
 class ServeEngines:
     """An order to serve these engines (id to URL) from now on, in addition to the engines on the peer's command line.
-    The assignment is stored and survives a restart of the peer. Engines assigned earlier and not listed are dropped."""
+    The assignment is stored and survives a restart of the peer. Engines that were assigned earlier and are not listed
+    are dropped."""
 
     engines: Mapping[EngineId, str]
     kind: Literal["serve"] = "serve"
@@ -187,7 +188,8 @@ class PeerOrder:
         field."""
 
     def by_clock(self, ahead_s: float) -> "PeerOrder":
-        """Return the order with its deadline converted to a clock that is `ahead_s` ahead."""
+        """Return the order with its deadline converted from the daemon's clock to a clock that is `ahead_s` ahead of
+        it."""
         match self.order:
             case InstallVersion() | ProbeWeights() | BackendAct() as timed:
                 return replace(self, order=replace(timed, valid_until_s=timed.valid_until_s + ahead_s))
@@ -223,7 +225,8 @@ class EdgeState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EdgeEvent:
-    """A report by one endpoint that an edge began, is done or broke. The receiver's report decides what has arrived."""
+    """A report by one endpoint that an edge began, is done or broke. Only the receiver's report determines which bytes
+    have arrived."""
 
     version: Version
     edge: str

@@ -93,8 +93,8 @@ class PublicationSet:
             self.tensors.setdefault(tensor.name, (tensor, publication.rank))
 
     def faults(self, publication: Publication) -> list[str]:
-        """Return the faults of a publication and its contradictions to the other ranks' publications. These agree with
-        each other, so options are compared with those of one other rank only: there may be thousands of ranks."""
+        """Return the faults of a publication and its contradictions to the other ranks' publications. The other ranks'
+        options are equal, so the options are compared with those of one other rank only."""
         faults = [] if publication.tensors else ["tensors: must not be empty, got []"]
         names: set[str] = set()
         for place, tensor in enumerate(publication.tensors):

@@ -1,4 +1,5 @@
-"""The protocol of one edge over its link: announced pieces of a byte range, and keepalives while no piece is ready.
+"""The protocol of one edge over its link. The sender announces and sends pieces of a byte range, and sends keepalives
+while no piece is ready.
 
 An announcement has 8 bytes: the number of pieces that follow, which is 0 for a keepalive, and the index of the first
 piece. Both endpoints cut the range into the same pieces, so no further metadata is sent, and the transfer ends with the
@@ -54,7 +55,7 @@ class LocalVersion(Protocol):
         ...
 
     def wait(self, shard: str, offset: int, size: int, timeout_s: float) -> bool:
-        """Wait until the whole range has arrived; return whether it has arrived within `timeout_s`."""
+        """Wait up to `timeout_s` until the whole range has arrived; return whether it has arrived."""
         ...
 
     def missing(self) -> dict[str, tuple[Range, ...]]:

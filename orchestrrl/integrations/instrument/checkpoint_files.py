@@ -75,7 +75,7 @@ def shapes_of(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]
 
 def check_same_model(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
     """Raise BrokenCheckpoint unless `given` has exactly the tensors and shapes of the model (`wanted`). An additional
-    `lm_head.weight` is allowed, because engines skip a head that is tied to the embedding."""
+    `lm_head.weight` is allowed, because engines ignore it if the head is tied to the embedding."""
     faults = [f"lacks {name}" for name in wanted if name not in given]
     for name, shape in given.items():
         if name not in wanted:
@@ -99,8 +99,9 @@ def mapped(tensors: Mapping[str, StoredTensor]) -> dict[str, memoryview]:
 
 
 def content_sum(tensors: Mapping[str, StoredTensor], data: Mapping[str, memoryview]) -> str:
-    """Return a checksum of names, dtypes, shapes and bytes, as `ALGORITHM:HEX`, regardless of the division into files.
-    Holes are hashed as zeros and are not read, because reading would fill them on a tmpfs, perhaps beyond its size."""
+    """Return a checksum of names, dtypes, shapes and bytes, as `ALGORITHM:HEX`. The checksum does not depend on the
+    division into files. Holes are hashed as zeros and are not read, because reading would allocate their memory on a
+    tmpfs, perhaps beyond its size."""
     written = {file: written_ranges(file) for file in {stored.file for stored in tensors.values()}}
 
     def one(name: str) -> str:
@@ -127,7 +128,7 @@ ALGORITHM = "blake2b_64" if xxhash is None else "xxh3_64"
 
 
 def _digest(data: memoryview | bytes, written: Sequence[tuple[int, int]], begin: int) -> str:
-    """Return the digest of `data`, which begins at offset `begin` of its file, with zeros for holes."""
+    """Return the digest of `data`, which begins at offset `begin` of its file. Holes are hashed as zeros."""
     digest: Any = hashlib.blake2b(digest_size=8) if xxhash is None else xxhash.xxh3_64()
     at, end = begin, begin + len(data)
     for first, last in written[max(0, bisect_right(written, (begin,)) - 1) :]:
@@ -164,8 +165,8 @@ def written_ranges(file: Path) -> list[tuple[int, int]]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the checkpoint's files: the files in the index if it exists, else model.safetensors if it exists, else all
-    safetensors files. Raises BrokenCheckpoint if the index is invalid."""
+    """Return the checkpoint's files. These are the files in the index if there is an index, else model.safetensors if
+    that file exists, else all safetensors files. Raises BrokenCheckpoint if the index is invalid."""
     if (folder / INDEX_FILE).is_file():
         try:
             names = set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values())

@@ -79,7 +79,7 @@ class KnownGroup(NamedTuple):
 
 
 class HookedMethod(NamedTuple):
-    """Everything that the hook of one method of one process group needs to record a collective, found by one lookup."""
+    """The cached data with which the hook of one method of one process group records a collective."""
 
     writer: RingWriter
     begin: Callable[[int, int, int, int, int], int]
@@ -181,8 +181,8 @@ class CollectiveHooks:
     # The methods of a process group.
 
     def _method(self, method: GroupMethod, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the hook of a method. Its code is inlined instead of split into functions, because each step slows the
-        traced program, the more so as CPU caches are cold here."""
+        """Return the hook of a method. The hook's code is inlined instead of split into functions, because each
+        function call slows down the traced program."""
         op, tensors_at, peer_at, _ = method
         outer, ident = self._outer, threading.get_ident
         routes: dict[int, HookedMethod] = {}
@@ -347,7 +347,7 @@ class CollectiveHooks:
 
     def _operator(self, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the hook of a functional collective. The collective is recorded as ended when the program waits for
-        its result or frees the result."""
+        its result or frees it."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             tensors = args[0] if args else kwargs.get("input", ())

@@ -1,4 +1,5 @@
-"""Store KV cache entries in a shared directory: writes are atomic, reads are fully verified, old entries are deleted.
+"""Store KV cache entries in a shared directory. Writes are atomic, reads are fully verified, and old entries are
+deleted.
 
 An entry is a directory with one file per rank, `ROOT/orchestrrl-kv/ENTRY/0-of-2.kv`. A file has these parts in order:
 
@@ -83,7 +84,7 @@ def is_entry_id(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class KvEntryStore:
-    """The KV entries in directory `shared`, for engines with `ranks` workers each."""
+    """The KV entries in directory `shared`, for engines that have `ranks` workers each."""
 
     shared: Path
     ranks: int
@@ -163,7 +164,8 @@ class KvEntryStore:
         wanted: range,
         layers: Iterable[Iterable[memoryview]],
     ) -> int:
-        """Fill `layers` (as in `write`) with the blocks `wanted` of one rank's file; return the number of bytes read.
+        """Fill `layers`, which have the form described in `write`, with the blocks `wanted` of one rank's file. Return
+        the number of bytes read.
 
         Raises UnusableEntry if the file is missing or damaged, has another identity or layout, or fails a checksum.
         Blocks filled before the error are invalid.

@@ -8,7 +8,7 @@ vLLM loads it, with this folder on PYTHONPATH:
 
 An aborted request whose `kv_transfer_params` name an entry (see kv_scheduler.py) keeps its blocks until they are saved
 in the shared directory; a request on another server that names the entry loads them. Threads save and load concurrently
-with the engine's steps. The servers must be identical: same vLLM version, block size, number of ranks and KV layout.
+with the engine's steps. All servers must have the same vLLM version, block size, number of ranks and KV layout.
 """
 
 import contextlib
@@ -207,8 +207,9 @@ class KvWorker:
         self._loader.submit(self._load, job, ready)
 
     def ended(self) -> tuple[set[str], set[str], set[str]]:
-        """Return three sets of requests: those whose save has ended since the last call, those whose load has ended,
-        and those whose load has failed. Failed loads are in both of the last two sets."""
+        """Return three sets of requests: requests whose save has ended since the last call, requests whose load has
+        ended since then, and requests whose load has failed. A request with a failed load is in both of the last two
+        sets."""
         ended: dict[str, set[str]] = {"saved": set(), "loaded": set(), "failed": set()}
         while not self._ended.empty():
             what, request_id = self._ended.get()
@@ -257,7 +258,8 @@ class KvWorker:
 
     @contextlib.contextmanager
     def _beside(self, ready: Any) -> Iterator[None]:
-        """Run copies on a separate CUDA stream, concurrently with engine steps and after the event `ready`."""
+        """Run the copies of the enclosed block on a separate CUDA stream, after the event `ready` and concurrently with
+        engine steps."""
         if self._stream is None:
             yield
             return
@@ -267,8 +269,8 @@ class KvWorker:
             self._stream.synchronize()
 
     def _pieces(self, cache: torch.Tensor, block_ids: Sequence[int], *, fill: bool = False) -> Iterator[memoryview]:
-        """Yield the bytes of these blocks of a layer, in pieces of whole blocks. With `fill`, bytes that the caller
-        writes to a piece are stored in the KV cache.
+        """Yield the bytes of these blocks of a layer, in pieces of whole blocks. If `fill` is set, bytes that the
+        caller writes to a piece are stored in the KV cache.
 
         A block that is contiguous in host memory is one piece; other blocks are copied through staging buffers.
         """
@@ -294,8 +296,8 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _packing(cache: torch.Tensor) -> str:
-    """Return a text with the properties other than the shape that determine a block's byte layout. On CPUs, kernels
-    pack keys for their instruction set."""
+    """Return a text that describes the properties, other than the shape, that determine a block's byte layout. On CPUs,
+    kernels pack keys for their instruction set."""
     strides = list(cache[0].stride())
     if cache.is_cuda:
         return f"cuda strides {strides}"

@@ -1,8 +1,9 @@
-"""Schedule KV transfers of an engine: decide which aborted request is saved and which entry a new request loads.
+"""Schedule the KV transfers of an engine. The scheduler decides which aborted requests are saved and which entry a new
+request loads.
 
 There is one scheduler per engine. It tracks transfers by request id, and its methods return in microseconds; only a
-poll of an awaited entry reads a few small headers. This module uses only the standard library: kv_handover.py is the
-connector to vLLM, kv_entries.py handles the files.
+poll of an awaited entry reads a few small headers. This module uses only the standard library. kv_handover.py is the
+connector to vLLM, and kv_entries.py handles the files.
 
 A request selects its transfers in `kv_transfer_params` of its body:
 
@@ -48,8 +49,8 @@ class TransferParams:
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """An order to the workers to save these blocks as an entry. If there are no blocks, the entry is empty, so that no
-    reader waits for it."""
+    """An order to the workers to save these blocks as an entry. If there are no blocks, an empty entry is saved, so
+    that no reader waits for the entry in vain."""
 
     request_id: str
     entry: str
@@ -233,8 +234,8 @@ class KvTransferScheduler:
         return blocks > 0
 
     def caches_cleared(self) -> None:
-        """Handle a reset of the engine's caches, as for new weights. The KV of running requests then does not belong to
-        one known version, so an empty entry is saved for such a request when it moves."""
+        """Handle a reset of the engine's caches, for example for new weights. The KV of running requests then belongs
+        to more than one version, so an empty entry is saved when such a request moves."""
         self._stale.update(self._wishes)
 
     @property

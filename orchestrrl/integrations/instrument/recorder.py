@@ -1,13 +1,13 @@
 """Record the start and end of each torch.distributed collective, and marks of the trainer, in shared memory.
 
-Enable recording with one line in the program,
+Recording is enabled by one line in the program,
 
     import recorder; recorder.start()
 
-or without a change to the program: put this folder's `startup` on PYTHONPATH and set ORCHESTRRL_RECORDER to 1 or to the
-directory of the rings. Recording may be enabled before or after torch is imported; it does not import torch. The ring
-is created at the first collective or mark. Each problem with recording is logged once, and the program continues
-without recording.
+It can also be enabled without a change to the program: put this folder's `startup` on PYTHONPATH and set
+ORCHESTRRL_RECORDER to 1 or to the directory of the rings. Recording may be enabled before or after torch is imported;
+it does not import torch. The ring is created at the first collective or mark. Each problem with recording is logged
+once, and the program continues without recording.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ logger = logging.getLogger("orchestrrl.recorder")
 
 
 class Recorder:
-    """The recorder of a process, at most one. `stop` restores torch to its original state."""
+    """The recorder of a process. A process has at most one recorder. `stop` restores torch to its original state."""
 
     def __init__(self, directory: Path, job: str) -> None:
         self._directory, self._job = directory, job

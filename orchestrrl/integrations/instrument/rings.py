@@ -129,7 +129,7 @@ def group_id(ranks: Iterable[int], name: str) -> int:
 
 
 def readable(capacity: int) -> int:
-    """Return how many of the newest events a reader can read. A writer may be overwriting the oldest slots."""
+    """Return the number of the newest events that a reader can read. A writer may be overwriting the oldest slots."""
     return capacity - max(1, min(_SPARE_SLOTS, capacity // 8))
 
 
@@ -203,8 +203,8 @@ class RingWriter:
         return code
 
     def begin(self, op: int, group: int = 0, n_bytes: int = 0, flags: int = 0, value: int = UNKNOWN) -> int:
-        """Record the start of a collective; return its sequence number, for `end`. Both methods contain the code of
-        `_count` inline, because they determine the cost of tracing."""
+        """Record the start of a collective; return its sequence number, for `end`. `begin` and `end` contain the code
+        of `_count` inline, because they determine the cost of tracing."""
         now_ns = self._clock_ns()
         sequence = self._head
         self._head = number = sequence + 1
@@ -484,8 +484,8 @@ class RingReader:
 
 
 class RingDoorbell:
-    """The datagram socket through which the armed processes of a directory wake their reader. A new doorbell replaces
-    the previous doorbell of the directory. Raises OSError if the socket cannot be created."""
+    """The datagram socket through which the processes whose rings are armed wake their reader. A directory has one
+    doorbell, and a new doorbell replaces the previous one. Raises OSError if the socket cannot be created."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -564,8 +564,8 @@ def _pid_namespace() -> int:
 
 
 def _allocate(path: Path, n_bytes: int) -> int:
-    """Create a locked file, allocate all of its memory, so that no later store kills the process, and return its
-    descriptor. The lock lasts as long as the process."""
+    """Create a locked file and return its descriptor. All of its memory is allocated, so that no later store kills the
+    process. The lock lasts as long as the process."""
     opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         os.posix_fallocate(opened, 0, n_bytes)

@@ -77,7 +77,8 @@ class LoadedReport:
 
 
 class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
-    """The backend in one worker. A folder without a complete checkpoint of this model is refused before any change."""
+    """The backend in one worker. A folder without a complete checkpoint of this model is refused before the weights are
+    changed."""
 
     init_info_cls = NothingToCompare
     update_info_cls = FolderUpdate
@@ -119,8 +120,8 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
                 raise
 
     def receive_weights(self, update_info: FolderUpdate) -> None:
-        """Load and verify a version. Raises BrokenCheckpoint if the checkpoint is unusable and the model is unchanged,
-        and vLLM's own errors if the load fails and the model may have parts of two versions."""
+        """Load and verify a version. Raises BrokenCheckpoint if the checkpoint is unusable; the model is then
+        unchanged. Raises vLLM's own errors if the load fails; the model may then have parts of two versions."""
         stored = files.read_checkpoint(Path(update_info.folder))
         if self._wanted is not None:
             files.check_same_model(files.shapes_of(stored), self._wanted)
@@ -157,8 +158,9 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
             raise
 
     def _incomplete(self) -> list[str]:
-        """Return the names of linear layers with missing weights, since several tensors of a checkpoint form one layer.
-        Other layers are skipped, because vLLM never reports padded layers, such as embeddings, as complete."""
+        """Return the names of linear layers of which the checkpoint lacks weights. One layer may be formed from several
+        tensors of a checkpoint. Other layers are skipped, because vLLM never reports padded layers, such as embeddings,
+        as complete."""
         waiting = [
             (name, get_layerwise_info(layer))
             for name, layer in self.model.named_modules()
@@ -168,7 +170,7 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
 
     def _let_go(self) -> None:
         """End an interrupted reload: layers that wait for further weights get their old weights back. Otherwise these
-        layers would take weights of the next reload."""
+        layers would take weights from the next reload."""
         waiting = [info for info in map(get_layerwise_info, self.model.modules()) if info.can_load()]
         for info in waiting:
             info.load_numel, info.loaded_weights = 0, []
@@ -176,8 +178,8 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
             finalize_layerwise_reload(self.model, self.model_config)
 
     def _compare(self, tensors: Mapping[str, torch.Tensor]) -> str:
-        """Compare the model's weights with these tensors; return the reason if they could not be verified, else an
-        empty string. Packed weights, as in vLLM's CPU build and some quantized models, cannot be compared."""
+        """Compare the model's weights with these tensors. Return the reason if the weights could not be verified, else
+        an empty string. Packed weights, as in vLLM's CPU build and some quantized models, cannot be compared."""
         comparing = TensorComparison()
         try:
             with comparing:
@@ -188,7 +190,7 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
 
 
 class TensorComparison(TorchDispatchMode):  # type: ignore[misc]  # torch is not installed there either
-    """A dispatch mode in which weight loaders compare tensors with the existing ones instead of writing them."""
+    """A dispatch mode in which weight loaders compare the tensors that they would write with the existing tensors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,9 +26,9 @@ class WorkWatch:
     thread detects its end.
 
     A callback on the Work's future would be exact, but the backend's thread would take the GIL from the program, which
-    costs several times the rest of the recording. So each Work is kept until the program has waited for it, and a
-    thread, started with the first Work, polls all kept Works. Until its end is recorded, a collective is reported as in
-    flight: the end may be recorded late, by the thread's period plus the wait for the GIL, but never early.
+    costs several times the rest of the recording. So each Work is kept until the program has waited for it. A thread,
+    started with the first Work, polls all kept Works. Until its end is recorded, a collective is reported as in flight.
+    The end may be recorded late, by up to the thread's period plus the wait for the GIL, but never early.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class WorkWatch:
             self._waited[key] = weakref.ref(work, partial(self._dropped, key)), writer, sequence
 
     def wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement of Work.wait, which calls `original` and records the end of the operation."""
+        """Return a replacement for Work.wait that calls `original` and records the end of the operation."""
         pending, waited = self._pending, self._waited
 
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -144,8 +144,8 @@ class DeviceWatch:
     An operation may wait in a stream for long after it was issued, and an asynchronous call returns before its end, so
     neither the call nor its return shows when the network is in use. The start is an event before the operation. The
     end is an event after it, or the completion of the Work of an asynchronous operation. The thread detects the start
-    and the end at most two of its periods late; the time of the start is then read from the device. `cuda` is
-    torch.cuda or a compatible object.
+    and the end with a delay of at most two polling periods. The time of the start is then read from the device. `cuda`
+    is torch.cuda or a compatible object.
     """
 
     def __init__(self, cuda: Any, writer: RingWriter, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
@@ -178,8 +178,8 @@ class DeviceWatch:
         return work
 
     def follow(self, entries: list[Any], work: Any) -> None:
-        """Set the end of coalesced operations. All of them end at the same time, when `work` is complete or, if it is
-        None, at this point of the current stream."""
+        """Set the end of coalesced operations. All of them end at the same time: when `work` is complete or, if `work`
+        is None, at the current position in the current stream."""
         over = self._record().query if work is None else lambda: is_completed(work)
         with self._changed:
             for entry in entries:

@@ -1,6 +1,6 @@
-"""Run edges in threads: one thread per edge and endpoint, waves in order, and an event for each outcome.
+"""Run edges in threads, one thread per edge and endpoint. Waves run in order, and each outcome is reported as an event.
 
-This module starts and ends edges and releases their resources; the protocol on the link is in wire.py.
+This module starts and ends edges and releases their resources. The protocol on the link is in wire.py.
 
 An edge waits without limit for its other endpoint, which may still be in an earlier wave. The daemon detects peers that
 have detached and ends their edges.
@@ -130,7 +130,7 @@ class ThreadedCarrier:
                 run.thread.start()
 
     def _live(self, run: EdgeRun) -> None:
-        """Run one edge in its thread. The edge always has an outcome afterwards."""
+        """Run one edge in its thread. Afterwards the edge has an outcome in every case."""
         state, detail = EdgeState.BROKEN, "unexpected error, see the log of this peer"
         try:
             if run.edge.bytes:
@@ -162,8 +162,8 @@ class ThreadedCarrier:
         wire.send(self._linked(run, partial(dial, run.edge.address, run.link_key)), run)
 
     def _receive(self, run: EdgeRun) -> None:
-        """Receive the edge's bytes. If the first link breaks before a byte has arrived, accept another link: the
-        sender's dial may have timed out just as it was accepted, and the sender then dials again."""
+        """Receive the edge's bytes. If the first link breaks before a byte has arrived, accept another link. The reason
+        is that the sender's dial may have timed out just as it was accepted; the sender then dials again."""
         accept = self._transports[run.edge.transport].accept
         until_s: float | None = None
         while True:

@@ -56,7 +56,8 @@ def take(file: int, starts: Ints, ends: Ints, size: int) -> None:
 
 def map_in(mapped: Bytes, starts: Ints, ends: Ints) -> None:
     """Map these pages into the process's page tables, in another thread. Later writes then cause no page faults, which
-    cost more than the copy. Best effort: a kernel before 5.14 maps each page at its first access."""
+    would cost more than the copy. On a kernel before 5.14 this has no effect, and each page is mapped at its first
+    access."""
 
     def work() -> None:
         madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap.madvise would keep the interpreter's lock

@@ -64,7 +64,7 @@ class PeerEngines:
         )
 
     async def serve(self, engines: Mapping[EngineId, str]) -> str:
-        """Serve these engines and the engines of the command line; return a text about the change. A new engine is
+        """Serve these engines and the engines of the command line; return a description of the change. A new engine is
         reported only after its version has been queried, so that it does not look like an engine that has lost its
         weights. The connection to a dropped engine is closed after the running operation on it has ended."""
         async with self._serving:
@@ -96,9 +96,10 @@ class PeerEngines:
     async def install(
         self, name: EngineId, version: int, folder: Path, by_s: float, *, is_other: bool, known_sum: str = ""
     ) -> tuple[LoadedWeights, str]:
-        """Install a version; return the weights that the engine then has, and a text about the outcome. `is_other` is
-        set if the engine last received other bytes, even under the same version. `known_sum` is the checksum of the
-        folder. Raises the errors of `load_weights`, and Permanent if the deadline `by_s` has passed."""
+        """Install a version; return the weights that the engine then has, and a description of the outcome. `is_other`
+        is set if the bytes that the engine last received differ from this version's bytes, even if the version number
+        is the same. `known_sum` is the checksum of the folder. Raises the errors of `load_weights`, and Permanent if
+        the deadline `by_s` has passed."""
         own = self._one(name)
         async with own.at_work:
             self._still(by_s)
@@ -119,8 +120,8 @@ class PeerEngines:
             return loaded, f"{name} loaded version {version} in {self._clock.now_s() - began_s:.3g} s"
 
     async def refresh_one(self, name: EngineId) -> str:
-        """Query the version of an engine; return a text with the version. Raises the errors of the engine's client, and
-        Retryable if the engine does not answer within `ASK_S`."""
+        """Query the version of an engine; return a message that contains the version. Raises the errors of the engine's
+        client, and Retryable if the engine does not answer within `ASK_S`."""
         own = self._one(name)
         async with own.at_work:
             await self._ask(name, own)
@@ -133,9 +134,9 @@ class PeerEngines:
             return tuple(await weights_engine(own.engine).continue_greedily(prompt_ids, tokens))
 
     async def rest(self, name: EngineId, at_rest: bool, drain_s: float = 0.0, *, ends: bool = False) -> str:
-        """Pause an engine and drop its KV cache, or resume the engine; return a text with the new state. Running
-        requests may finish within `drain_s`; if they do not, the engine continues and Retryable is raised. `ends`
-        aborts running requests instead."""
+        """Pause an engine and drop its KV cache, or resume the engine; return a message that contains the new state.
+        Running requests may finish within `drain_s`; if they do not, the engine continues and Retryable is raised.
+        `ends` aborts running requests instead."""
         own = self._one(name)
         async with own.at_work:
             if not at_rest:
@@ -233,7 +234,7 @@ class PeerEngines:
 
     async def _loaded(self, own: _Own) -> LoadedWeights | None:
         """Return the weights that the engine reports. If the engine reports no checksum and this process installed the
-        reported version, return it with the checksum from the installation."""
+        reported version, add the checksum from the installation."""
         has = await weights_engine(own.engine).loaded()
         if has is None or own.brought is None or has.version != own.brought.version:
             own.brought = None

@@ -1,8 +1,8 @@
 """Run a weight peer in the environment of a trainer or of vLLM: `python -m orchestrrl.weights.peer.main`.
 
-Of this project, only the orchestrrl package must be on the path. The peer needs grpcio, protobuf, pydantic, aiohttp,
-prometheus-client, numpy and xxhash, and torch for gloo and NCCL. `orchestrrl sync peer` is the same command in
-OrchestrRL's own environment.
+Only this project's orchestrrl package must be on the path. The peer needs grpcio, protobuf, pydantic, aiohttp,
+prometheus-client, numpy and xxhash, and torch for gloo and NCCL. In OrchestrRL's own environment, `orchestrrl sync
+peer` is the same command.
 """
 
 import argparse

@@ -289,5 +289,5 @@ class PeerOrders:
 
 
 def _lasting(peer: Peer) -> Peer:
-    """Return the peer's state without the missing ranges, which change whenever bytes arrive."""
+    """Return the peer's state without the missing ranges of versions, which change whenever bytes arrive."""
     return replace(peer, held=tuple(replace(each, missing={} if each.complete else {"": ()}) for each in peer.held))

@@ -1,9 +1,9 @@
 """Manage one version on this host: its files, the ranges that have arrived, and their verification by checksums.
 
-A shard is read from the parts that trainers staged on this host if they contain the whole shard, else from the received
-file, from which engines install. A block is hashed when its last byte has arrived, before readers that wait for it
-continue. A block with a wrong checksum is marked as missing again. Bytes in a file from an earlier run are recognized
-only by their checksums.
+A shard is read from the parts that trainers staged on this host if they contain the whole shard. Otherwise it is read
+from the received file, from which engines install. A block is hashed when its last byte has arrived, before readers
+that wait for it continue. A block with a wrong checksum is marked as missing again. Bytes in a file from an earlier run
+are recognized only by their checksums.
 """
 
 import logging
@@ -53,7 +53,7 @@ _MODEL = 0  # index of the received file among a version's files
 
 @dataclass(slots=True)
 class _Shard:
-    """The state of one shard. `changed` guards the fields after it."""
+    """The state of one shard. The condition `changed` guards the fields that are declared after it."""
 
     map: ShardMap
     runs: ShardRuns
@@ -200,7 +200,8 @@ class StagedVersion:
 
     def take_content_sum(self) -> None:
         """Compute the checksum of the install folder in advance, because it takes long. The version must be complete
-        and checked. Does nothing without block checksums, because a change of the bytes would not be detected."""
+        and checked. If there are no block checksums, the method does nothing, because a change of the bytes would not
+        be detected."""
         if self._model_has and all(state.map.sums for state in self._shards.values()):
             with suppress(Retryable, BrokenCheckpoint):  # the load reports these errors
                 self._content = self._bytes, folder_sum(self.install_folder())
@@ -217,8 +218,8 @@ class StagedVersion:
 
     @property
     def identity(self) -> str:
-        """Return the version number with a digest of the version's checksums, because another run of a trainer may
-        publish other weights under the same number."""
+        """Return the version number and a digest of the version's checksums. The digest is needed because another run
+        of a trainer may publish other weights under the same number."""
         shards = [(shard.slices, shard.sums) for shard in self.map.shards]
         return f"{self.map.version}:{xxhash.xxh3_64_hexdigest(repr((self.map.tensors, shards)).encode())}"
 
@@ -256,7 +257,8 @@ class StagedVersion:
         return SourceFile(number, layout.places, part.boxes)
 
     def _located(self, shard: ShardMap, sources: Sequence[SourceFile]) -> _Shard:
-        """Locate a shard in the staged parts, or in the received file if the parts lack bytes of the shard."""
+        """Return the position of a shard in the staged parts, or in the received file if the parts lack bytes of the
+        shard."""
         try:
             state = _Shard(shard, locate(shard, self._tensors, sources), in_parts=True)
         except ValueError:  # some of it was not staged here: it is received
@@ -301,7 +303,8 @@ class StagedVersion:
         return earlier
 
     def _find(self, shards: Iterable[_Shard]) -> None:
-        """Verify blocks that an earlier run has left in the file, except holes, which reading would fill."""
+        """Verify the blocks that an earlier run has left in the file. Holes are skipped, because reading would fill
+        them."""
         shards = [state for state in shards if state.map.sums and not state.in_parts]
         if not self._was_there or not shards:
             return

@@ -101,8 +101,8 @@ class VersionStore:
 
     def keep(self, versions: Collection[int]) -> list[int]:
         """Discard all versions except `versions`, including parts staged for older versions that were never opened;
-        return the discarded versions. Parts that a trainer still holds are kept, even for an older version, and so are
-        newer versions that were not opened."""
+        return the discarded versions. Parts that a trainer still holds are kept, even if they are of an older version.
+        Newer versions that were not opened are also kept."""
         with self._changing:
             newest = max(versions, default=-1)
             discarded = []
@@ -154,7 +154,8 @@ class VersionStore:
         return sorted(found)
 
     def _find(self, version: int) -> None:
-        """Open a version that an earlier run left. Blocks with wrong checksums are marked as missing."""
+        """Open a version that an earlier run has left in the folder. Blocks with wrong checksums are marked as
+        missing."""
         folder = self.folder_of(version)
         state = _read(folder / STATE_FILE, _STATE)
         if state is None or state.map.version != version:

@@ -64,9 +64,9 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 @dataclass(frozen=True, slots=True)
 class AxisCut:
-    """A division of an axis along one mesh dimension. This rank has the part with index `number` of `of` parts. If
-    `strided_by` is above 1, the axis is first cut into that many ranges, and each range is divided (PyTorch's
-    _StridedShard, if TP divides the axis)."""
+    """A division of an axis along one mesh dimension. This rank has part `number`, counted from 0, of `of` parts. If
+    `strided_by` is above 1, the axis is first cut into that many ranges, and each range is divided. This is the layout
+    of PyTorch's _StridedShard for an axis that TP also divides."""
 
     axis: int
     of: int
@@ -91,7 +91,7 @@ def divided(shape: Sequence[int], cuts: Sequence[AxisCut]) -> tuple[tuple[Range,
 
 
 def blocks(axes: Sequence[Sequence[Range]]) -> Iterator[tuple[Box, Box]]:
-    """Yield each box of these ranges as (box in the rank's own tensor, box in the whole tensor)."""
+    """Yield each box of these ranges as a pair: the box in the rank's own tensor, and the box in the whole tensor."""
     placed: list[list[tuple[Range, Range]]] = []
     for ranges in axes:
         at, found = 0, []
@@ -175,8 +175,9 @@ class TrainerRanks:
         self._keys: tuple[int, ...] = ()
 
     def neighbours(self, pieces: Sequence[TensorPiece]) -> HostRanks:
-        """Exchange the keys of pieces with the other ranks. A collective call, unless this is the only rank. Raises
-        Permanent if rank and world differ from torch.distributed's."""
+        """Exchange the keys of pieces with the other ranks; return the ranks of this host that have the same pieces.
+        This is a collective call, unless there is only one rank. Raises Permanent if rank and world differ from
+        torch.distributed's."""
         distributed = self._distributed()
         if distributed is None:
             # Without torch.distributed, each rank stages all of its pieces.
@@ -189,8 +190,8 @@ class TrainerRanks:
         return self._known
 
     def of_the_first(self, ask: Callable[[], int]) -> int:
-        """Call `ask` on rank 0 and return its result on all ranks. A collective call; an error is raised on all ranks.
-        Without torch.distributed, each rank calls `ask` itself."""
+        """Call `ask` on rank 0 and return its result on all ranks. This is a collective call, and an error is raised on
+        all ranks. Without torch.distributed, each rank calls `ask` itself."""
         distributed = self._distributed()
         if distributed is None:
             return ask()

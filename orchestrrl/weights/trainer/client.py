@@ -94,9 +94,9 @@ class PublishOptions(TypedDict, total=False):
 
 
 class ModelOptions(PublishOptions, total=False):
-    """Options for reading a model. If `shards` is given, the model is a Megatron rank's module or state dict, or a list
-    with one module or state dict for each chunk of its pipeline. Floating-point tensors are published as `dtype`.
-    `tied`, `rename` and `ignore` are documented in `pieces_of`."""
+    """Options for reading a model. If `shards` is given, the model is the module or state dict of a Megatron rank. If
+    the rank has several pipeline chunks, the model is a list with one module or state dict for each chunk.
+    Floating-point tensors are published as `dtype`. `tied`, `rename` and `ignore` are documented in `pieces_of`."""
 
     shards: MegatronShards | None
     dtype: Any
@@ -212,7 +212,7 @@ class WeightsClient:
 
     def publish_arrays(self, version: int, arrays: Arrays, **options: Unpack[PublishOptions]) -> SyncReport:
         """Publish whole arrays by name, or pieces of tensors, without torch. Only pieces can have a dtype that numpy
-        does not support; see ArrayCopies. Returns and raises as `publish` does."""
+        does not support; see ArrayCopies. The return value and the errors are those of `publish`."""
         return self.start_publish_arrays(version, arrays, **options).result()
 
     def start_publish_arrays(
@@ -306,7 +306,7 @@ class WeightsClient:
 
     def _take_steps(self, sender: WeightSender, reports: Iterator[SyncReport]) -> None:
         """Perform the steps that the daemon requests, in this thread, because all ranks may have to gather tensors
-        together. The failure of a step is reported to the daemon, which may request it again."""
+        together. If a step fails, the failure is reported to the daemon, which may request the step again."""
         done: set[tuple[str, int]] = set()
         for report in reports:
             asked = trainer_step_from(report.trainer_step_json)

@@ -1,10 +1,10 @@
 """Map a Megatron rank's fused and sharded tensors to pieces of whole tensors under Hugging Face's names.
 
 `linear_qkv` has the rows of one KV group after another. `linear_fc1` of a gated MLP has this rank's rows of the gate
-projection, then those of the up projection. A vocabulary has padding rows. Layers are numbered from 0 on each stage,
-and experts from 0 on each rank. Tensors are not gathered: every piece is a view of the rank's own tensor. Names are
-those of Megatron-core's GPTModel, with local layers and with Transformer Engine's layers, in which a norm is part of
-the following linear layer.
+projection, followed by its rows of the up projection. Vocabulary tensors have padding rows. Layers are numbered from 0
+on each stage, and experts from 0 on each rank. Tensors are not gathered: every piece is a view of the rank's own
+tensor. Names are those of Megatron-core's GPTModel, with local layers and with Transformer Engine's layers, in which a
+norm is part of the following linear layer.
 """
 
 import re
@@ -140,7 +140,7 @@ def _published(parameter: Parameter, part: str, expert: int) -> str:
 def _tensors(
     parameter: Parameter, local: LocalShard, model: TransformerParameters, named: Mapping[str, Any], faults: list[str]
 ) -> dict[int, Any]:
-    """Return this rank's tensors of a parameter by expert number. A parameter without experts has one tensor, with
+    """Return this rank's tensors of a parameter by expert number. For a parameter without experts, the only tensor has
     number 0."""
     first, last = local.boxes[0][0] if parameter.split.has_experts else (0, 1)
     found = {}

@@ -36,8 +36,8 @@ def pieces_of(
 
     Floating-point tensors are published as `dtype` ("bf16" or torch.bfloat16). With `tied="once"`, a tensor with
     several names is published only under the first, as Hugging Face saves it; with "each", under every name. `ignore`
-    has names, or name prefixes that end in a dot, to leave out. Raises Permanent, listing the tensors, if tensors
-    cannot be published.
+    lists the tensors to leave out, by name or by a name prefix that ends in a dot. Raises Permanent, listing the
+    tensors, if tensors cannot be published.
     """
     pieces: list[TensorPiece] = []
     for name, tensor, local in _publishable(model, tied, rename, ignore):
@@ -238,7 +238,7 @@ def _publishable(
 
 
 def gathered(tensor: Any, meta: TensorMeta) -> Any:
-    """Return the whole tensor in its published dtype. A collective call if the tensor is sharded."""
+    """Return the whole tensor in its published dtype. This is a collective call if the tensor is sharded."""
     gather = getattr(tensor, "full_tensor", None)
     whole = gather() if callable(gather) else tensor
     return whole.detach().to(torch_dtype(meta.dtype)).contiguous()

@@ -37,8 +37,8 @@ class PendingChunk(Protocol):
 class OutgoingLink(Protocol):
     """The sender's endpoint. Two chunks and one small message (`SMALL_BYTES`) may be in flight at the same time.
 
-    Only `close` may be called from another thread: it interrupts a waiting call, which raises LinkBroken. It may be
-    called twice. Chunks that were waited for before the call still reach the receiver.
+    Only `close` may be called from another thread: it interrupts a waiting call, which raises LinkBroken. A repeated
+    call of `close` has no effect. Chunks that were waited for before the call still reach the receiver.
     """
 
     def send(self, chunk: memoryview) -> PendingChunk:
@@ -63,8 +63,8 @@ class IncomingLink(Protocol):
 
 
 class Transport(Protocol):
-    """A transport of one process. It is constructed with the address on which it listens and at which other peers reach
-    it. Construction opens no connections; `open` starts to listen."""
+    """A transport of one process. It is constructed with the address on which it listens and to which other peers
+    connect. Construction opens no connections; `open` starts to listen."""
 
     def open(self) -> str:
         """Start to listen; return the address to which other peers must connect."""
@@ -81,7 +81,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the transport but not its open links, which their owners close."""
+        """Close the transport. Its open links stay open until their owners close them."""
         ...
 
 
@@ -97,7 +97,7 @@ TRANSPORTS = PlugPoint(
 
 
 def make_transport(name: str, host: str) -> Transport:
-    """Create the transport `name` for `host`, the address on which it listens and at which other peers reach it. Raises
+    """Create the transport `name` for `host`, the address on which it listens and to which other peers connect. Raises
     Permanent if the name is unknown (listing the known names) or a requirement of the transport is missing."""
     transport: Transport = TRANSPORTS.load(name)(host)
     return transport

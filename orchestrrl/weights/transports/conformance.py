@@ -91,7 +91,7 @@ class TwoPeers:
 
 @contextlib.contextmanager
 def broken() -> Iterator[None]:
-    """Check that the block raises LinkBroken."""
+    """Check that the enclosed block raises LinkBroken."""
     try:
         yield
     except LinkBroken:
@@ -104,7 +104,7 @@ def send_all(link: OutgoingLink, chunks: Sequence[bytes]) -> None:
 
 
 def receive_all(link: IncomingLink, sizes: Sequence[int]) -> list[bytes]:
-    """Receive chunks of these sizes, each into its own buffer, and return their contents."""
+    """Receive chunks of these sizes, each into a separate buffer, and return their contents."""
     into = [bytearray(size) for size in sizes]
     _two_in_flight(link.receive, into)
     return [bytes(each) for each in into]

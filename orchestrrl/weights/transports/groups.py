@@ -30,7 +30,7 @@ Wait = Callable[[timedelta], None]  # waits for a started operation; raises Runt
 
 
 class GroupTransport(ABC):
-    """A transport whose links are process groups. A subclass implements `_join`, which creates the group of a link."""
+    """A transport whose links are process groups. Subclasses implement `_join`, which creates the group of a link."""
 
     def __init__(self, host: str) -> None:
         self._host = host

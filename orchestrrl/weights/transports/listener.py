@@ -164,7 +164,7 @@ def _run(loop: asyncio.AbstractEventLoop, attending: asyncio.Task[None]) -> None
 
 async def _heard(came: socket.socket, size: int) -> bytes:
     """Receive exactly `size` bytes, because later bytes belong to the link. Raises ValueError if the stream ends
-    before."""
+    earlier."""
     heard = b""
     while len(heard) < size:
         part = await asyncio.get_running_loop().sock_recv(came, size - len(heard))
@@ -226,8 +226,8 @@ def _connect(address: str, until_s: float, timeout_s: float, buffer_bytes: int) 
 
 
 def widen(sock: socket.socket, buffer_bytes: int) -> None:
-    """Set the socket's buffer sizes to `buffer_bytes`. If it is 0 or the kernel allows less, leave the sizes to the
-    kernel's autotuning, because a buffer whose size the kernel has limited would never grow."""
+    """Set the socket's buffer sizes to `buffer_bytes`. If `buffer_bytes` is 0 or exceeds the kernel's limit, leave the
+    sizes to the kernel's autotuning, because a buffer that the kernel has limited would never grow."""
     for option, limit in ((socket.SO_SNDBUF, "wmem_max"), (socket.SO_RCVBUF, "rmem_max")):
         if 0 < buffer_bytes <= _allowed_bytes(limit):
             sock.setsockopt(socket.SOL_SOCKET, option, buffer_bytes)

@@ -76,8 +76,8 @@ class _Nccl(JoinedGroup):
         return wait
 
     def _until(self, work: Any, timeout: timedelta) -> None:
-        """Wait for `work` by polling, because NCCL's own wait blocks the stream and not the calling thread. Raises
-        RuntimeError if the work fails, does not end within `timeout`, or the link is closed."""
+        """Wait for `work` by polling, because NCCL's own wait blocks only the CUDA stream, not the calling thread.
+        Raises RuntimeError if the work fails, does not end within `timeout`, or the link is closed."""
         until_s = time.monotonic() + timeout.total_seconds()
         while not work.is_completed():
             if self._interrupted:

@@ -113,8 +113,9 @@ class _Link(ABC):
 
     @abstractmethod
     def _move(self, rest: memoryview) -> int:
-        """Move as many bytes of `rest` as possible within the time limit; return their number, 0 if the other endpoint
-        has closed the link. Raises OSError if no byte moves within the time limit or the connection is lost."""
+        """Move as many bytes of `rest` as possible within the time limit. Return the number of moved bytes, which is 0
+        if the other endpoint has closed the link. Raises OSError if no byte moves within the time limit or the
+        connection is lost."""
 
 
 class TcpOutgoing(_Link):

@@ -1,6 +1,6 @@
 """The protocols that clients of inference engines implement.
 
-A plug point: one module per engine product, registered in the entry-point group `orchestrrl.engines`. Every
+Engines are a plug point: one module per product, registered in the entry-point group `orchestrrl.engines`. Every
 implementation passes `orchestrrl/engines/conformance.py`. Implementations raise `Retryable` (unreachable or busy),
 `Permanent` (the engine rejects the request) and `OutcomeUnknown` (the connection broke after the request was sent).
 """
@@ -72,8 +72,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One attempt at a request on one engine. `body` is the OpenAI body without `stream` and `return_token_ids`,
-    which the engine client sets itself. The body's `n` is absent or 1."""
+    """One attempt at a request on one engine. `body` is the OpenAI body without `stream` and `return_token_ids`, which
+    the engine client sets. If the body has `n`, its value is 1."""
 
     request_id: str  # unique per attempt; `abort` takes it
     endpoint: CompletionEndpoint
@@ -123,12 +123,12 @@ class ObservedEngine(Protocol):
     async def capabilities(self) -> EngineCapabilities: ...
 
     async def metrics(self) -> EngineSample:
-        """Return a sample of the engine's metrics. Raises Retryable if the engine is unreachable, Permanent if its
+        """Return a sample of the engine's metrics. Raises Retryable if the engine is unreachable, and Permanent if its
         answer is not a metrics page."""
         ...
 
     async def healthy(self) -> bool:
-        """Return whether the engine reports itself as healthy. `probe` tests the engine with a completion instead."""
+        """Return whether the engine reports itself as healthy. Unlike `probe`, this method runs no completion."""
         ...
 
     async def probe(self) -> float:
@@ -142,8 +142,8 @@ class Engine(ObservedEngine, Protocol):
     """A client that sends requests to one engine."""
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
-        """Send one request and stream its chunks. Closing the iterator before a chunk with a finish_reason closes the
-        connection, which aborts the request on the engine."""
+        """Send one request and stream its chunks. If the caller closes the iterator before a chunk with a finish_reason
+        arrives, the connection is closed, which aborts the request on the engine."""
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -151,8 +151,8 @@ class Engine(ObservedEngine, Protocol):
         ...
 
     async def pause(self, mode: PauseMode, *, drop_kv: bool = False) -> None:
-        """Pause the engine. `drop_kv` with mode KEEP discards all KV, including cached prefixes, so that it is computed
-        again later; this is necessary if the weights change. The other modes always discard the KV."""
+        """Pause the engine. With mode KEEP, `drop_kv` discards all KV, including cached prefixes, so that the KV is
+        computed again later. This is necessary if the weights change. The other modes always discard the KV."""
         ...
 
     async def resume(self) -> None: ...
@@ -165,7 +165,7 @@ class Engine(ObservedEngine, Protocol):
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
     """The version and checksum of an engine's weights. `sum` has the form `ALGORITHM:HEX`, and is empty if no checksum
-    was computed. It is equal for engines of one layout that loaded the same bytes by the same method."""
+    was computed. Engines with the same layout that load the same bytes by the same method have equal checksums."""
 
     version: int
     sum: str = ""
@@ -178,16 +178,17 @@ class WeightsEngine(Protocol):
 
     async def load_weights(self, folder: Path | str, version: int, known_sum: str | None = "") -> LoadedWeights:
         """Load a checkpoint from a folder on the engine's host, discard all KV, and set the version. Afterwards the
-        engine is paused only if it was paused before. `known_sum` is the folder's checksum if it is already known; with
-        None, no checksum is required, and the engine need not support setting a version.
+        engine is paused only if it was paused before. `known_sum` is the folder's checksum if it is already known. If
+        it is None, no checksum is required, and the engine need not support setting a version.
 
         Raises Retryable or Permanent if the engine still has its old weights. Raises OutcomeUnknown if the engine may
         have other weights or a mixture of two versions; it then stays paused until a load succeeds."""
         ...
 
     async def takes_sums(self) -> bool:
-        """Return whether a load computes an unknown checksum of the folder in this process while requests are frozen.
-        Also caches the information about the engine that a load queries. Changes nothing on the engine."""
+        """Return whether a load without a known checksum computes the folder's checksum in this process, while requests
+        are frozen. The call also caches the information about the engine that a load needs. It changes nothing on the
+        engine."""
         ...
 
     async def loaded(self) -> LoadedWeights | None:
@@ -210,7 +211,8 @@ def weights_engine(engine: ObservedEngine) -> WeightsEngine:
 
 @dataclass(frozen=True, slots=True)
 class TransferEnds:
-    """The receiving side of a direct weight transfer from a trainer: the engine's backend and its number of workers."""
+    """The receiving side of a direct weight transfer from a trainer: the transfer backend and the number of workers of
+    the engine."""
 
     backend: str  # empty: the engine was started without one
     workers: int
@@ -219,7 +221,8 @@ class TransferEnds:
 class TransferEngine(Protocol):
     """Transfers weights from a trainer's process into one engine with the product's own mechanism. The engine must be
     paused from `start` on, and stays paused. It reports no version between `start` and `finish`. From `start` on,
-    methods raise Permanent or Retryable if the engine is unchanged, OutcomeUnknown if it may have changed."""
+    methods raise Permanent or Retryable if the engine is unchanged, and OutcomeUnknown if the engine may have
+    changed."""
 
     async def ends(self) -> TransferEnds: ...
 
@@ -304,8 +307,8 @@ class ManagedEngine(ObservedEngine, Protocol):
     async def layout(self) -> ReportedLayout: ...
 
     async def weight_version(self) -> int | None:
-        """Return the policy version that was last set for the weights; None if none was set or the engine does not
-        support it."""
+        """Return the policy version that was last set for the weights. Return None if no version was set or the engine
+        does not support versions."""
         ...
 
     async def name_weights(self, policy_version: int | None) -> None:

@@ -131,7 +131,7 @@ class EngineUnderTest:
                 await asyncio.sleep(POLL_S)
 
     async def until_all_answer(self, *runs: ConformanceRequest, tokens: int = 1) -> None:
-        """Wait until each of the requests has generated at least `tokens` tokens."""
+        """Wait until each request has generated at least `tokens` tokens."""
         async with asyncio.timeout(DEADLINE_S):
             while not all(len(run.token_ids) >= tokens for run in runs):
                 await asyncio.sleep(POLL_S)
@@ -487,7 +487,8 @@ class EngineConformance:
 
 
 async def _check_undisturbed(bench: EngineUnderTest, run: ConformanceRequest, tokens: int) -> None:
-    """Check that the request reaches `tokens` tokens, and that they equal those of the same request when run alone."""
+    """Check that the request reaches `tokens` tokens, and that they equal the tokens of the same request when it runs
+    alone."""
     await bench.until_all_answer(run, tokens=tokens)
     await bench.abort(run)
     partial = run.token_ids

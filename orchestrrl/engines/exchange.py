@@ -34,7 +34,7 @@ MOST_PENDING_BYTES = 1 << 20  # unread bytes of an answer at which reading from 
 
 
 class EngineConnection(asyncio.Protocol):
-    """One connection to an engine, and the answer that is read from it."""
+    """One connection to an engine, with the answer that is currently read from it."""
 
     def __init__(self, pool: "ConnectionPool") -> None:
         self._pool = pool
@@ -68,8 +68,8 @@ class EngineConnection(asyncio.Protocol):
         self._transport.write(request)
 
     async def read_head(self) -> None:
-        """Wait for `status` and `headers`. Raises OutcomeUnknown if the connection breaks, Permanent if the answer is
-        not HTTP."""
+        """Wait for `status` and `headers`. Raises OutcomeUnknown if the connection breaks, and Permanent if the answer
+        is not HTTP."""
         while not self.status:
             await self._wait()
 
@@ -244,7 +244,7 @@ class EngineExchange:
 
     async def begin(self) -> EngineConnection:
         """Send the request and wait for the answer's head. Raises Retryable if the engine is unreachable,
-        OutcomeUnknown if the connection breaks, Permanent if the answer is not HTTP."""
+        OutcomeUnknown if the connection breaks, and Permanent if the answer is not HTTP."""
         loop = asyncio.get_running_loop()
         sent_s = 0.0
         while True:

@@ -1,14 +1,16 @@
 """The command-line flags and body fields for moving a running request between two vLLM servers with its KV.
 
-The functions only build values. The server side is `orchestrrl/integrations/instrument`. A move takes three steps:
+The functions only build values. `orchestrrl/integrations/instrument` has the code that runs in the servers. A move
+takes three steps:
 
 1. The router sends every attempt that may move with `saving(...)` in its body, under a unique entry id.
 2. It aborts the attempt. The source saves the KV of all prompt and generated tokens, while other requests run.
 3. It sends the destination the prompt and generated ids as one prompt, with `loading(...)` of the attempt's entry.
 
-If a step fails, the destination recomputes the KV: the answer is the same and only time is lost. `weights` names the
-weight version that computed the attempt's first token (and the model, if several models share a directory). A request
-that ran while its engine's weights changed has KV of both versions: move it without `loading`.
+If a step fails, the destination recomputes the KV. The answer is then the same, but it takes longer. `weights` names
+the weight version that computed the attempt's first token. If several models share a directory, it also names the
+model. A request that ran while its engine's weights changed has KV of both versions and must be moved without
+`loading`.
 """
 
 import hashlib
@@ -54,19 +56,20 @@ def entry_id(*names: object) -> str:
 
 
 def saving(weights: str, save: str) -> Mapping[str, Any]:
-    """Return the body field for an attempt that may move later: when it is aborted, its KV becomes entry `save`."""
+    """Return the body field for an attempt that may move later. If the attempt is aborted, its KV is saved as entry
+    `save`."""
     return _checked({WEIGHTS: weights, SAVE: save})
 
 
 def loading(weights: str, load: str, save: str | None = None, wait_s: float = DEFAULT_WAIT_S) -> Mapping[str, Any]:
     """Return the body field for a continued request that loads entry `load`. The engine waits up to `wait_s` for an
-    entry that is still being written. With `save`, the request may move once more."""
+    entry that is still being written. If `save` is given, the request may move once more."""
     return _checked({WEIGHTS: weights, LOAD: load, WAIT_S: wait_s} | ({} if save is None else {SAVE: save}))
 
 
 def _checked(wish: dict[str, Any]) -> Mapping[str, Any]:
-    """Return the body field with these parameters. Raises ValueError if one is invalid, which the engine would only
-    log."""
+    """Return the body field with these parameters. Raises ValueError if a parameter is invalid, because the engine
+    would only log this fault."""
     params = {PARAMETER: wish}
     read_transfer_params(params)
     return {BODY_FIELD: params}

@@ -21,8 +21,8 @@
         def broken(self, versions, tmp_path):
             return broken_of(versions[1], tmp_path)
 
-The engine must be idle, not paused, and have its initial weights; each test restores this state. The capabilities of
-the engine must not include features that it does not support, and calls of these features must fail.
+The engine must be idle, not paused, and have its initial weights; each test restores this state. The engine's
+capabilities must not include unsupported features, and calls of unsupported features must fail.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ def mean_nats(excerpt: AnswerExcerpt, scores: tuple[float, ...]) -> float:
 
 
 class EngineOfBothKinds(Engine, ManagedEngine, Protocol):
-    """An engine client with both protocols, as a deployable product needs."""
+    """An engine client that implements both protocols, which a product must do to be deployable."""
 
 
 @asynccontextmanager

@@ -84,7 +84,7 @@ class ChunkReader:
         return Chunk(tuple(ids), "".join(texts)), at
 
     def _framed(self, data: bytes) -> tuple[tuple[int, ...], str] | None:
-        """Return the tokens and text of an event that matches the frame; None if it does not match."""
+        """Return the tokens and text of an event that matches the frame; None if the event does not match."""
         if self._frame is None:
             return None
         head, middle, tail = self._frame
@@ -113,8 +113,8 @@ class ChunkReader:
 
 
 def _frame(data: bytes) -> tuple[bytes, bytes, bytes] | None:
-    """Return the bytes of an event before its text, between its text and tokens, and after its tokens. None if other
-    events cannot be compared with this event, because it is not plain."""
+    """Return the bytes of an event before its text, between its text and tokens, and after its tokens. Return None if
+    the event is not plain, because other events then cannot be compared with it."""
     text_at = next((at + len(name) for name in _TEXTS if (at := data.find(name)) >= 0), -1)
     text_stop = data.find(b'"', text_at)
     ids_at = next((at + len(name) for name in _TOKENS if (at := data.find(name, text_stop)) >= 0), -1)
@@ -157,8 +157,8 @@ def parse_event(data: bytes) -> dict[str, Any]:
 
 
 def parse_chunk(event: Mapping[str, Any]) -> Chunk | None:
-    """Convert a `/v1/completions` or `/v1/chat/completions` stream event into a Chunk. An event without choices gives a
-    Chunk with the usage of the whole answer, or None if it has no usage."""
+    """Convert a `/v1/completions` or `/v1/chat/completions` stream event into a Chunk. For an event without choices,
+    return a Chunk with the usage of the whole answer, or None if the event has no usage."""
     if not event["choices"]:
         usage, fields = event.get("usage"), _others(event, _ANSWER_FIELDS)
         return Chunk(usage=usage, answer_fields=fields) if usage or fields else None
@@ -191,8 +191,8 @@ def other_answer_fields(event: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def parse_logprobs(logprobs: Mapping[str, Any] | None, tokens: int) -> tuple[TokenLogprob, ...] | None:
-    """Parse the logprobs of either endpoint. Only the last `tokens` entries are returned, since `echo` prepends those
-    of the prompt."""
+    """Parse the logprobs of either endpoint. Only the last `tokens` entries are returned, because with `echo` the
+    entries of the prompt precede them."""
     if logprobs is None:
         return None
     if "content" in logprobs:

@@ -81,31 +81,35 @@ def model_from_config(name: str, document: object) -> Model | None:
 
 
 def named(text: object) -> str:
-    """Return a name from an engine's report as valid Unicode of limited length; "" if it is not a string."""
+    """Return a name from an engine's report as valid Unicode of limited length. Return "" if the value is not a
+    string."""
     return text.encode(errors="replace").decode()[:MOST_NAME] if isinstance(text, str) else ""
 
 
 def ranks(count: object) -> int | None:
-    """Return a number of ranks from an engine's report; None if it is not an integer in 1..MOST_RANKS."""
+    """Return a number of ranks from an engine's report. Return None if the value is not an integer in 1..MOST_RANKS."""
     return count if type(count) is int and 1 <= count <= MOST_RANKS else None
 
 
 def weight_bits(dtype: object, quantization: object = None) -> float | None:
-    """Return the bits per weight for vLLM's or Hugging Face's names of dtype and quantization; None if unknown."""
+    """Return the bits per weight for vLLM's or Hugging Face's names of dtype and quantization. Return None if the
+    number is unknown."""
     if isinstance(quantization, str) and quantization:
         return next((bits for word, bits in QUANTIZED_BITS.items() if word in quantization.lower()), None)
     return DTYPE_BITS.get(str(dtype).removeprefix("torch.")) if dtype else None
 
 
 def kv_bits(cache_dtype: object) -> float | None:
-    """Return the bits per KV cache element for vLLM's `cache_dtype`; 16 for `auto`. None if it is missing."""
+    """Return the bits per KV cache element for vLLM's `cache_dtype`. The value is 8 for fp8 and int8, 16 for all other
+    dtypes including `auto`, and None if no dtype is given."""
     if not isinstance(cache_dtype, str) or not cache_dtype:
         return None
     return 8.0 if cache_dtype.startswith(("fp8", "int8")) else 16.0
 
 
 def gpu_of(names: Iterable[str]) -> tuple[str, str]:
-    """Return the product name that all GPUs of a host share and "", or "" and the reason why there is no such name."""
+    """Return a pair: the product name that all GPUs of a host share, and the reason why there is no such name. One of
+    the two is always empty."""
     found = sorted({named(name).strip() for name in names if name.strip()})
     if not found:
         return "", "the engine's host reports no GPU"

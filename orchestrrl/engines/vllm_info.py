@@ -36,8 +36,8 @@ _SAMPLES = tuple(f"{name}{{" for name in _NAMES)
 
 @dataclass(frozen=True, slots=True)
 class VllmServerInfo:
-    """The configuration of a vLLM server. A field is None or False, too, if the server does not report it. Only the
-    layout can change while the server runs."""
+    """The configuration of a vLLM server. A field is also None or False if the server does not report its value. Only
+    the layout can change while the server runs."""
 
     max_sequences: int | None = None  # sum over the server's replicas
     replicas: int | None = None  # data-parallel replicas including those of other servers; `serving` has its own
@@ -108,7 +108,8 @@ def began_at(metrics_page: str) -> str:
 
 def server_identity(metrics_page: str) -> str:
     """Return an identity of the server process: its start time (10 ms resolution) and the creation time of its token
-    counter (1 us resolution). All readers of one process get the same identity, at any address.
+    counter (1 us resolution). All readers get the same identity for one process, regardless of the address that they
+    use.
 
     Returns "" if either time is missing, as when several processes act as one server or the server's environment
     disables such series. The start time alone does not distinguish servers that were started together.

@@ -93,7 +93,7 @@ class ManagedVllm:
 
     @contextmanager
     def reading(self, path: str) -> Iterator[None]:
-        """Convert errors from reading an answer of `path` into Permanent."""
+        """Convert errors of the enclosed block, which reads an answer of `path`, into Permanent."""
         try:
             yield
         except NOT_OF_VLLM as error:
@@ -141,7 +141,8 @@ class ManagedVllm:
             return vllm_info.read_server_info(answer)
 
     async def description(self) -> VllmServerInfo:
-        """Return the server's configuration and API features; only the API features if it lacks /server_info."""
+        """Return the server's configuration and API features. If the server lacks /server_info, return only the API
+        features."""
         paths, token_ids = await self._api()
         info = await self._info() if "/server_info" in paths else VllmServerInfo()
         return replace(info, paths=paths, token_ids=token_ids)
@@ -175,9 +176,9 @@ class ManagedVllm:
 
     @asynccontextmanager
     async def loading(self, source: object, name: str, *, takes_names: bool) -> AsyncIterator[str]:
-        """Pause the engine and discard its KV for a load of `source` in the block. Yields the name of the old weights.
-        Afterwards sets the new name, and resumes the engine if it ran before. If the block raises Retryable or
-        Permanent, restores the old name and state."""
+        """Pause the engine and discard its KV for a load of `source` in the enclosed block. Yields the name of the old
+        weights. After the block, the new name is set, and the engine is resumed if it was running before. If the block
+        raises Retryable or Permanent, the old name and state are restored."""
         was_paused, renamed = await self.is_paused(), False
         before = await self.weight_name() if takes_names else UNNAMED
         try:
@@ -251,8 +252,8 @@ class ManagedVllm:
             return AnswerExcerpt(tuple(prompt_ids), tuple(map(int, ids)), tuple(map(float, logprobs)))
 
     async def go_on(self, prompt_ids: Sequence[int], tokens: int) -> tuple[int, ...]:
-        """Return up to `tokens` greedy tokens after the prompt. Log-probabilities are not requested, because the first
-        request for them makes vLLM compile code for seconds."""
+        """Return up to `tokens` greedy tokens after the prompt. Log-probabilities are not requested, because for the
+        first request with log-probabilities vLLM compiles code, which takes seconds."""
         choice = await self._greedy(prompt_ids, _going_on(tokens))
         with self.reading("/v1/completions"):
             ids = tuple(map(int, choice["token_ids"]))

@@ -2,9 +2,9 @@
 
 With OrchestrRL's backend in its workers (`--weight-transfer-config '{"backend": "orchestrrl"}'`,
 integrations/instrument/vllm_weights.py), a version is loaded through vLLM's weight-transfer endpoints. Each worker then
-reports a checksum of the loaded bytes, and whether its memory matches. Without this backend, a version is loaded
-through `reload_weights`, which needs only VLLM_SERVER_DEV_MODE=1. The checksum is then computed in this process, if the
-folder is visible on its host, and the engine's memory is not verified.
+reports a checksum of the loaded bytes and whether the weights in its memory match them. Without this backend, a version
+is loaded through `reload_weights`, which needs only VLLM_SERVER_DEV_MODE=1. The checksum is then computed in this
+process, if the folder is visible on its host, and the engine's memory is not verified.
 
 A trainer's weights are transferred to the workers by the backend that the server was started with
 (`--weight-transfer-config '{"backend": NAME}'`).
@@ -161,7 +161,8 @@ class VllmWeights:
             return workers
 
     def _agreed(self, workers: Sequence[WorkerReport], version: int) -> LoadedWeights | None:
-        """Return the weights that all workers have; None unless all workers have complete weights of `version`."""
+        """Return the weights that all workers have. Return None if a worker does not have complete weights of
+        `version`."""
         if {(worker.version, worker.is_torn) for worker in workers} != {(version, False)}:
             return None
         sums = list(dict.fromkeys(worker.sum for worker in workers))  # hosts with other parts have other sums
@@ -220,7 +221,7 @@ class VllmWeights:
 
     @contextmanager
     def _open_outcome(self, what: str) -> Iterator[None]:
-        """Convert every error of the block into OutcomeUnknown, with the prefix `what`."""
+        """Convert every error of the enclosed block into OutcomeUnknown. The message contains `what`."""
         try:
             yield
         except OrchestrRLError as error:
@@ -236,9 +237,9 @@ def _has_backend(started: VllmServerInfo) -> bool:
 
 
 def _checked_sum(folder: Path, model: str, known_sum: str) -> str:
-    """Return the checkpoint's checksum, computed unless it is known; "" if the folder is not visible on this host.
-    Raises Permanent if the checkpoint is incomplete, or if its tensors or shapes differ from those of the server's
-    initial model. The latter is checked only if the initial model is visible on this host."""
+    """Return the checkpoint's checksum, which is computed if it is not already known. Return "" if the folder is not
+    visible on this host. Raises Permanent if the checkpoint is incomplete, or if its tensors or shapes differ from
+    those of the server's initial model. The latter is checked only if the initial model is visible on this host."""
     if not folder.exists():
         return ""
     wanted = None

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineAttempt:
-    """One attempt of a request on one engine. The caller has already added the record to `backend`."""
+    """One attempt of a request on one engine. The caller must add the record to `backend` before."""
 
     def __init__(self, record: RequestRecord, backend: EngineBackend, fleet: EngineBackends) -> None:
         self._record = record
@@ -35,7 +35,7 @@ class EngineAttempt:
         self.left = left_by(record, backend, fleet)  # the KV that remains when the attempt is cut
 
     async def decide_form(self) -> None:
-        """Decide whether to send the engine the unchanged body, and whether the request must stay on this engine."""
+        """Decide whether the engine receives the unchanged body, and whether the request must stay on this engine."""
         record, backend = self._record, self._backend
         may_be_whole = not record.streaming and not record.delivered
         if may_be_whole and not record.relayed_because and backend.capabilities is None:
@@ -168,7 +168,7 @@ class EngineAttempt:
         return replace(chunk, choice_fields=fields or None, answer_fields=kept or None, usage=None)
 
     def _relay(self, chunk: Chunk) -> None:
-        """Append an event or a whole answer that is forwarded unchanged to the record."""
+        """Append to the record an event, or a whole answer, that is forwarded unchanged."""
         record, backend = self._record, self._backend
         was, context_before = record.state, record.context_tokens
         passed_on = chunk.answer or chunk.event or {"choices": ()}
@@ -235,8 +235,8 @@ class EngineAttempt:
 
 
 def _added_tokens(passed_on: Mapping[str, Any], before: int) -> int:
-    """Return the number of tokens that an event or a whole answer adds to `before`; negative if `before` was too high.
-    A choice without token ids is counted as one token."""
+    """Return the number of tokens that an event or a whole answer adds to `before`; the number is negative if `before`
+    was too high. A choice without token ids is counted as one token."""
     usage = passed_on.get("usage")
     if isinstance(usage, Mapping):
         return _count(usage, "completion_tokens", before) - before

@@ -2,9 +2,9 @@
 
 The gateway is on the path of every request, so a client must work without it. If the gateway is unreachable, breaks off
 a response or shuts down, the client sends the requests again from their start to the engines, round-robin, until the
-gateway is reachable again. A gateway with a ledger gets some time to restart first: for the same request id it
-continues from the tokens it has stored. Each call of `complete` returns exactly one answer. Without the gateway,
-requests are not balanced.
+gateway is reachable again. If the gateway has a ledger, the client first waits some time for a restart, because such a
+gateway continues a repeated request id from its stored tokens. Each call of `complete` returns exactly one answer.
+Without the gateway, requests are not balanced.
 """
 
 import asyncio
@@ -92,8 +92,8 @@ class GatewayClient:
         group: str = "",
         tag: str = "",
     ) -> dict[str, Any]:
-        """Send a request and return the complete answer. Raises RequestRefused if the request is invalid, Retryable if
-        neither the gateway nor an engine answers for `unreachable_s`."""
+        """Send a request and return the complete answer. Raises RequestRefused if the request is invalid, and Retryable
+        if neither the gateway nor an engine answers for `unreachable_s`."""
         name = request_id or uuid.uuid4().hex
         headers = {"X-Request-Id": name} | ({"X-Group-Id": group} if group else {}) | ({"X-Tag": tag} if tag else {})
         body = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
@@ -160,8 +160,8 @@ class GatewayClient:
     async def _attempt(
         self, server: _Server, path: str, body: Mapping[str, Any], headers: Mapping[str, str], busy: Set[int]
     ) -> dict[str, Any]:
-        """Make one attempt; cancel it if the server is lost. Raises _Gone if the server is lost, unreachable or cannot
-        accept the request, and RequestRefused if the request is invalid."""
+        """Make one attempt, which is cancelled if the server is lost. Raises _Gone if the server is lost, is
+        unreachable or cannot accept the request, and RequestRefused if the request is invalid."""
         asking = asyncio.create_task(self._post(server, path, body, headers, busy))
         losing = asyncio.create_task(server.lost.wait())
         try:
@@ -203,7 +203,8 @@ class GatewayClient:
                 self._watching.append(asyncio.create_task(self._until_back(server)))
 
     async def _watch(self, gateway: _Server) -> None:
-        """Detect when the gateway is reachable again, and when it stops answering while its connections stay open."""
+        """Detect when the gateway is reachable again. Also detect when the gateway stops answering while its
+        connections stay open."""
         silent = 0
         await self._health(gateway)  # reads whether it has a ledger
         while True:

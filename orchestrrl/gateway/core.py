@@ -29,8 +29,8 @@ WATCH_FRACTION = 0.25  # the interval between checks for stalled requests, as a 
 
 
 class RequestGroup:
-    """The records of one HTTP request, one record per answer. Cancelling `run` stops the answers that are not
-    complete."""
+    """The records of one HTTP request, with one record per answer. If `run` is cancelled, the incomplete answers are
+    stopped."""
 
     def __init__(
         self, request: CompletionRequest, gateway: "Gateway", named_body: Mapping[str, Any] | None = None
@@ -52,8 +52,8 @@ class RequestGroup:
 
     async def run(self, listener: Callable[[RequestRecord], None] | None = None) -> None:
         """Generate all answers, and return when all of them have ended or one of them has failed. `listener` is called
-        with each record that ends, and each streamed record that grows. Raises DuplicateRequest if an id is already in
-        flight."""
+        with each record that ends, and with each streamed record that grows. Raises DuplicateRequest if an id is
+        already in flight."""
         self._listener = listener
         await self._enter()
         try:
@@ -100,7 +100,7 @@ class RequestGroup:
             self._gateway.store.leave(entry)
 
     def close(self) -> None:
-        """Close all records, because they have ended or their client has left. Idempotent."""
+        """Close all records, because they have ended or their client has left. A repeated call has no effect."""
         try:
             self._leave()
         finally:
@@ -113,8 +113,8 @@ class RequestGroup:
         return self._give_again(record) if record.done else self._gateway.relay(record, self._grown).run()
 
     async def _give_again(self, record: RequestRecord) -> None:
-        """Return a stored answer to the client once more. The answer was counted when it was generated. It enters its
-        group again, which may have been forgotten since."""
+        """Return a stored answer to the client once more. The answer is not counted again. It is added to its group
+        again, because the group may have been forgotten since."""
         self._counted.add(record.id)
         self._gateway.groups.enter(record)
         self._gateway.cancel_redundant(record)
@@ -129,7 +129,7 @@ class RequestGroup:
 
 
 class Gateway:
-    """Owns the ledger, the relays and the pause barrier of one gateway. `watch` moves requests off stalled engines."""
+    """Owns the ledger, the relays and the pause barrier of one gateway."""
 
     def __init__(
         self, node: NodeId, fleet: EngineBackends, *, limits: RelayLimits, store: LedgerStore | None = None
@@ -190,8 +190,8 @@ class Gateway:
         self.ledger.close(record)
 
     def cancel(self, requests: Iterable[RequestId], groups: Iterable[str], reason: str) -> tuple[RequestId, ...]:
-        """End the answers of these requests and groups with the tokens they have. Returns the ids of the requests that
-        were still running."""
+        """End the answers of these requests and groups with the tokens generated so far. Returns the ids of the
+        requests that were still running."""
         named = [record for name in requests if (record := self.ledger.get(name)) is not None]
         named += [record for group in groups for record in self.groups.members(group)]
         return tuple(record.id for record in named if self._cancel(record, reason or "cancelled"))
@@ -240,8 +240,8 @@ class Gateway:
             return OperationItemResult(move.request, done=False, detail=str(refusal))
 
     async def _carry_out(self, move: RequestMove) -> OperationItemResult:
-        """Carry out one move. Raises MoveRefused if the request has ended or cannot leave its engine, or the target
-        cannot take it."""
+        """Carry out one move. Raises MoveRefused if the request has ended or cannot leave its engine, or if the target
+        cannot accept it."""
         relay = self.relays.get(move.request)
         target = self.fleet.get(move.to_engine)
         if not self.fleet.barrier_open:
@@ -277,8 +277,8 @@ class Gateway:
         self.fleet.failovers.acknowledge(sequence)
 
     async def identify_engines(self) -> None:
-        """Read the server identities of the engines that the gateway was started with. If the daemon's routes lack one
-        of these engines but reach the same server by another address, the engine takes that route's id."""
+        """Read the server identities of the engines that the gateway was started with. If the daemon's routes list the
+        server of such an engine under another address, the engine is renamed to the id of that route."""
         fleet = self.fleet
         slots = {engine: fleet.get(engine) for engine in fleet.own}
         lost = [engine for engine, backend in slots.items() if backend is None or not backend.routed]
@@ -300,7 +300,7 @@ class Gateway:
             logger.debug("metrics of %s: %s", backend.id, error)
 
     async def watch(self) -> None:
-        """Move stalled requests off their engines, until cancelled."""
+        """Move requests away from stalled engines, until cancelled."""
         while True:
             await self.clock.sleep(self.limits.stall_s * WATCH_FRACTION)
             now_s = self.clock.now_s()

@@ -21,8 +21,8 @@ class FailoverCounter:
         self._reported = 0  # sequence number of the newest report
 
     def count(self, engine: EngineId, recomputed_tokens: int | None, now_s: float) -> None:
-        """Count one failover from `engine`. `recomputed_tokens` is the context that the next engine prefilled again;
-        None if the failed engine had computed nothing of the request."""
+        """Count one failover from `engine`. `recomputed_tokens` is the number of context tokens that the next engine
+        prefilled again. It is None if the failed engine had computed nothing of the request."""
         one = FailoverCounts(1, int(recomputed_tokens is not None), recomputed_tokens or 0)
         self.totals[engine] = self.totals.get(engine, FailoverCounts()) + one
         sequence = self._reported + 1

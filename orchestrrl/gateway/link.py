@@ -1,7 +1,7 @@
-"""The gateway's connections to the daemon, which receive routes and moves and report every request. Pause barrier calls
-of clients are forwarded to the daemon, since it commands all gateways.
+"""The gateway's connections to the daemon. They receive routes and moves, and report every request. Clients' calls to
+the pause barrier are forwarded to the daemon, because it commands all gateways.
 
-Without the daemon, the gateway continues with its last routes. No request waits for this module.
+While the daemon is unreachable, the gateway continues with its last routes. Requests never wait for this module.
 """
 
 import asyncio
@@ -55,7 +55,8 @@ async def move_elsewhere(target: str, request: RequestId, to_engine: EngineId) -
 
 
 class GatewayLink:
-    """The connection of one gateway to the daemon. `run` stays attached and reports every `report_interval_s`."""
+    """The connection of one gateway to the daemon. `run` keeps the gateway attached and sends a report every
+    `report_interval_s`."""
 
     def __init__(self, gateway: Gateway, target: str, *, report_interval_s: float) -> None:
         self._gateway = gateway

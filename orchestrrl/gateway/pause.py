@@ -41,7 +41,8 @@ NAMED_MOST = 5  # the most requests listed in a message
 
 
 class GatewayPause:
-    """The pause barrier of one gateway. `close` and `open` carry out CloseBarrier and OpenBarrier."""
+    """The pause barrier of one gateway. `close` and `open` carry out the daemon's orders CloseBarrier and
+    OpenBarrier."""
 
     def __init__(self, fleet: EngineBackends, relays: Mapping[RequestId, RequestRelay]) -> None:
         self._fleet = fleet
@@ -134,7 +135,7 @@ class GatewayPause:
             self._may_pause.set()
 
     def renew(self, lease: str, until_s: float) -> None:
-        """Set the end of the lease. Raises Permanent if the pause barrier is not closed under this lease."""
+        """Set a new end time for the lease. Raises Permanent if the pause barrier is not closed under this lease."""
         if self.closed is None or self.closed.lease != lease:
             because = self.opened_because or "it was never closed"
             raise Permanent(f"the pause barrier is not closed under this lease: {because}")
@@ -160,7 +161,7 @@ class GatewayPause:
             logger.info("the pause barrier is closed and all engines are quiet")
 
     async def _drained(self, order: CloseBarrier) -> None:
-        """Wait until requests run only on paused engines, or the order no longer holds the barrier."""
+        """Wait until all running requests are on paused engines, or until the order no longer holds the barrier."""
         while self._held_by(order) and any(self._runs(relay) for relay in self._relays.values()):
             await self._clock.sleep(REST_POLL_S)
 
@@ -283,7 +284,7 @@ class GatewayPause:
         self, version: int, without: tuple[EngineId, ...], rests: Mapping[EngineId, OperationItemResult]
     ) -> None:
         """Set the policy version of the fleet and its engines. Engines in `without`, engines that failed to pause and
-        retired backends become outdated."""
+        retired backends are marked as outdated."""
         self._fleet.policy_version = version
         for backend in self._fleet.with_retired():
             if self._fleet.get(backend.id) is not backend:
@@ -367,12 +368,12 @@ class GatewayPause:
         return backend.paused and not self._left_out(backend) and self.closed is None and self._fleet.contains(backend)
 
     def _left_out(self, backend: EngineBackend) -> bool:
-        """Return whether the engine stays paused until it has new weights. An engine outside the routes receives none,
-        so it is resumed."""
+        """Return whether the engine stays paused until it has new weights. An engine outside the routes receives no new
+        weights, so it is resumed."""
         return backend.outdated and backend.routed
 
     async def set_version(self, engines: tuple[EngineId, ...], version: int) -> None:
-        """Record that these engines now have weights of this version. Raises Permanent if an engine is unknown."""
+        """Record that these engines now have weights of version `version`. Raises Permanent if an engine is unknown."""
         for backend in self._named(engines):
             backend.has(version)
         newest = self._fleet.policy_version

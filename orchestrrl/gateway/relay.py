@@ -42,7 +42,7 @@ class RelayLimits:
 
 @dataclass(frozen=True, slots=True)
 class AwaitedEvent:
-    """The engine for which a parked request waits; the engine may not have started yet."""
+    """The engine for which a parked request waits. The engine may not have started yet."""
 
     engine: EngineId
     until_s: float  # the end of the wait if the engine is not expected
@@ -99,7 +99,7 @@ class RequestRelay:
         return self._awaited.engine if self._awaited is not None and self.backend is None else None
 
     def end(self, finish_reason: str, stop_reason: str) -> bool:
-        """End the answer with the tokens it has. Returns False if it has already ended."""
+        """End the answer with the tokens generated so far. Returns False if it has already ended."""
         if self.record.done:
             return False
         self.record.finish(finish_reason, stop_reason, self._clock.now_s())
@@ -109,8 +109,8 @@ class RequestRelay:
         return True
 
     def withdraw(self) -> bool:
-        """Stop the request on its engine; it continues from its tokens when an engine is available. Returns False if it
-        is on no engine or cannot leave its engine."""
+        """Stop the request on its engine. The request continues from its tokens when an engine is available. Returns
+        False if the request is on no engine or cannot leave its engine."""
         if self._pump_task is None or self._pump_task.done() or self.backend is None or self.record.fixed_because:
             return False
         self._answer_move(done=False, detail="the request was withdrawn from its engine")
@@ -134,7 +134,7 @@ class RequestRelay:
     async def move(self, target: EngineBackend, order: RequestMove) -> OperationItemResult:
         """Stop the request on its engine and continue it on `target`. Returns within about `move_answer_s`, or twice
         the predicted time if that is longer, up to `slow_move_answer_s`. Raises MoveRefused if the request cannot leave
-        its engine or `target` cannot take it."""
+        its engine or `target` cannot accept it."""
         self._check_movable()
         if target is self.backend:
             raise MoveRefused(f"the request is already on {target.id}")
@@ -155,9 +155,9 @@ class RequestRelay:
         return await move.result
 
     def park_for(self, engine: EngineId, hold_s: float) -> OperationItemResult:
-        """Stop the request on its engine and hold it for an engine that has yet to start: while that engine is
-        expected, or for `hold_s` if it is not. After that, any engine may run the request. Raises MoveRefused if the
-        request cannot leave its engine or the new engine's context is too short."""
+        """Stop the request on its engine and hold it for an engine that has not started yet. The request is held while
+        that engine is expected, or for `hold_s` if it is not expected. After that, any engine may run the request.
+        Raises MoveRefused if the request cannot leave its engine or the new engine's context is too short."""
         self._check_movable()
         self._check_long_enough(self._fleet.get(engine))
         assert self._pump_task is not None
@@ -174,8 +174,9 @@ class RequestRelay:
         )
 
     def redirect(self, engine: EngineId, hold_s: float) -> OperationItemResult:
-        """Send a request that is on no engine to this engine: at once if the engine is usable, otherwise after a wait
-        as in `park_for`. Raises MoveRefused if the request has ended or is on an engine, or this engine cannot take it.
+        """Send a request that is on no engine to `engine`. If `engine` is not usable, the request waits for it as in
+        `park_for`. Raises MoveRefused if the request has ended or is already on an engine, or if `engine` cannot accept
+        it.
         """
         target = self._fleet.get(engine)
         if self.record.done:
@@ -201,7 +202,7 @@ class RequestRelay:
         self._awaited = AwaitedEvent(engine, self._clock.now_s() + hold_s, engine in self._fleet.expected)
 
     def _interrupt(self) -> None:
-        """Make the task that waits for an engine restart its search."""
+        """Make the task that waits for an engine begin its search again."""
         if self._seeker is not None:
             self._interruptions += 1
             self._seeker.cancel()
@@ -300,8 +301,8 @@ class RequestRelay:
         return await self._wait_for_slot()
 
     async def _wait_for(self, awaited: AwaitedEvent) -> EngineBackend | None:
-        """Return the engine for which the request is held; None if the engine did not start before the end of the wait,
-        or its context is too short."""
+        """Return the engine for which the request is held; return None if the engine did not start before the end of
+        the wait or its context is too short."""
         was_expected = awaited.expected
         while True:
             backend = self._fleet.get(awaited.engine)
@@ -455,8 +456,8 @@ class RequestRelay:
         self.record.fail(RequestFailure(status, error_body(message, status)), self._clock.now_s())
 
     def _complete(self) -> bool:
-        """Return whether the record is done. If the answer was complete when it was cut, although its engine had not
-        reported the end, finish the answer first."""
+        """Return whether the record is done. The answer may have been complete when it was cut, although its engine had
+        not reported the end. In that case, the answer is finished first."""
         record = self.record
         if record.done:
             return True
@@ -473,7 +474,7 @@ class RequestRelay:
     # --- stalled engines ---------------------------------------------------------------------------------------------
 
     def stalled(self, now_s: float) -> bool:
-        """Return whether the request has had no token for `stall_s`. A request that waits or cannot be continued
+        """Return whether the request has had no token for `stall_s`. A request that is still waiting or cannot continue
         elsewhere is stalled only if its engine produces no token for other requests either."""
         backend, record = self.backend, self.record
         if backend is None or self._pump_task is None or self._pump_task.done() or self._move is not None:

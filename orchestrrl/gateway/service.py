@@ -46,7 +46,7 @@ _CONTEXT = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlace:
-    """The index of one of several processes, and the port on which all of them listen."""
+    """The index of one of several gateway processes, and the port on which all of these processes listen."""
 
     index: int
     shared_port: int
@@ -73,8 +73,8 @@ class GatewayOptions:
     keep: RetentionPolicy | None = None  # for answers to requests with a client's id; None: they are not stored
 
     def operator_port_at(self, place: ProcessPlace | None) -> int:
-        """Return the operator port of one process. Processes do not share an operator port, since it would lead to the
-        ledger of an arbitrary process."""
+        """Return the operator port of one process. Processes do not share an operator port, because a call to a shared
+        port would reach an arbitrary process."""
         return self.operator_port + place.index if place is not None and self.operator_port else self.operator_port
 
 
@@ -156,7 +156,7 @@ async def serve(
 
 @contextmanager
 def listening(flag: str, host: str, port: int) -> Iterator[None]:
-    """Convert an OSError of the block into Permanent with the flag and the address."""
+    """Convert an OSError of the enclosed block into Permanent. The message contains the flag and the address."""
     try:
         yield
     except OSError as error:
@@ -271,7 +271,7 @@ def _reserved(host: str, port: int) -> Iterator[int]:
 
 
 def _check_free(host: str, port: int) -> None:
-    """Raise OSError if another process listens on the address."""
+    """Raise OSError if another process is listening on the address."""
     with socket.socket(_family(host)) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((host, port))

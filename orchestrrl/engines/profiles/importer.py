@@ -33,7 +33,7 @@ PREFILL_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class ImportHandle(Protocol):
-    """The methods of `aiconfigurator_core.sdk.engine.EngineHandle` that this module calls. Batches are per
+    """The methods of `aiconfigurator_core.sdk.engine.EngineHandle` that this module calls. Batch sizes are per
     data-parallel rank."""
 
     def decode_step_latency(self, gen_tokens: int, isl: int, osl: int) -> float:
@@ -147,8 +147,8 @@ def _prefill_table(handle: ImportHandle) -> list[TimedSample]:
 
 
 def _moves(vendor: "Aiconfigurator", handle: ImportHandle, provenance: Provenance) -> MoveCosts | None:
-    """Return the costs of moving a request: recomputation at the prefill speed of `handle`, transfer at one GPU's rate
-    between nodes. None if the package has no data for the link."""
+    """Return the costs of moving a request: recomputation at the prefill speed of `handle`, and transfer at one GPU's
+    rate between nodes. Return None if the package has no data for the link."""
     link = vendor.link()
     if link is None:
         return None

@@ -2,8 +2,8 @@
 
 A point is a batch of unique prompts that decodes while the arrival time of every token is recorded. Its step time is
 the slope of time over tokens while the whole batch ran, as the median over its streams. Prompts are unique, so that
-prefix caching has no effect, and sampled at temperature 1, like rollouts. A measurement always aborts its requests,
-even if it fails. planner/cost/fit.py fits the samples.
+prefix caching has no effect. Tokens are sampled at temperature 1, as in rollouts. A measurement always aborts its
+requests, even if it fails. planner/cost/fit.py fits the samples.
 """
 
 import asyncio
@@ -104,8 +104,8 @@ async def measure(
 
 
 def move_costs(prefill: Sequence[TimedSample], link: MoveLink, provenance: Provenance) -> MoveCosts:
-    """Return the costs of moving a request: recomputation, fitted to the measured prefill samples, and transfer, linear
-    in bytes. `prefill` must contain several prompt lengths."""
+    """Return the costs of moving a request: recomputation and transfer. The cost of recomputation is fitted to the
+    measured samples `prefill`, which must contain several prompt lengths. The cost of transfer is linear in bytes."""
     recompute = fit_curve(prefill)
     large_s = link.latency_s + LARGE_BYTES * 8 / (link.transfer_gbps * 1e9)
     transfer_s = Curve((0.0, LARGE_BYTES), (link.latency_s, large_s))
@@ -113,7 +113,8 @@ def move_costs(prefill: Sequence[TimedSample], link: MoveLink, provenance: Prove
 
 
 def grid(limits: EngineCapacity) -> list[GridPoint]:
-    """Return the points that fit in the KV cache, corners first, so that the range is covered even if the budget ends.
+    """Return the points that fit in the KV cache. The corners of the grid come first, so that the range is covered even
+    if the time budget ends early.
 
     Batches double up to the maximum number of sequences. Contexts quadruple up to the longest that leaves room to grow.
     """
@@ -362,7 +363,8 @@ class _Run:
         )
 
     async def _until(self, condition: Callable[[], bool], streams: Sequence[_Stream], give_up_s: float) -> bool:
-        """Wait for the condition while all streams run. Returns whether it became true before `give_up_s`."""
+        """Wait for the condition while all streams run. Returns whether the condition became true before
+        `give_up_s`."""
         while not condition():
             if any(stream.ended for stream in streams) or self._clock.now_s() > give_up_s:
                 return False

@@ -2,9 +2,9 @@
 
 The fit is robust least squares (Cauchy loss) on the logarithm of TPOT, with a prior on every constant. Constants that
 only affect models with experts are fitted second, on those models alone, so that a poor fit does not affect dense
-models. For each model, another set of constants is fitted without the model's rows, and only that set scores the model.
-Two checkpoints of one architecture (bf16 and fp8) count as one model. The form of the roofline and its priors are not
-cross-validated: they were chosen once, for all models and engines, with all rows of the file.
+models. For each model, a separate set of constants is fitted without the model's rows, and the model is scored only
+with this set. Two checkpoints of one architecture (bf16 and fp8) count as one model. The form of the roofline and its
+priors are not cross-validated. They were chosen once for all models and engines, using all rows of the file.
 """
 
 import json
@@ -33,7 +33,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class DeploymentColumns:
-    """The deployments as arrays indexed by row, in the form that the roofline evaluates."""
+    """The columns of the deployments as arrays indexed by row. The roofline is evaluated on these arrays."""
 
     work: IterationWork
     backends: tuple[str, ...]
@@ -104,8 +104,8 @@ def _fitted(
 
 
 def left_out_s(rows: DeploymentColumns, sets: Mapping[str, Mapping[str, float]]) -> Floats:
-    """Return the TPOT of every row in seconds, predicted with the constants that were fitted without the row's model;
-    if there are none, with those fitted on all models."""
+    """Return the predicted TPOT of every row in seconds. A row is predicted with the constants that were fitted without
+    its model or, if there are none, with the constants fitted on all models."""
     models = np.array(rows.models)
     predicted = predicted_s(rows, sets[ALL_MODELS])
     for left_out in set(rows.models) & sets.keys():
@@ -114,13 +114,14 @@ def left_out_s(rows: DeploymentColumns, sets: Mapping[str, Mapping[str, float]])
 
 
 def left_out_errors(deployments: Sequence[MeasuredDeployment], sets: Mapping[str, Mapping[str, float]]) -> Floats:
-    """Return the absolute relative errors of the predictions by `left_out_s`, as an array indexed by deployment."""
+    """Return the absolute relative errors of the predictions that `left_out_s` returns, as an array indexed by
+    deployment."""
     rows = rows_of(deployments)
     return np.asarray(np.abs(left_out_s(rows, sets) / rows.measured_s - 1))
 
 
 def write_fitted(path: Path, sets: Mapping[str, Mapping[str, float]], errors: Floats, source: str, today: date) -> None:
-    """Write the sets of constants as a Python module of literals, which the planner imports. `errors` are from
+    """Write the sets of constants as a Python module of literals, which the planner imports. `errors` is the result of
     `left_out_errors`."""
     rows = [(name, ", ".join(f"{values[name]:.4g}" for values in sets.values())) for name in sets[ALL_MODELS]]
     lines = [

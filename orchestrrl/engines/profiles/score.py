@@ -1,11 +1,12 @@
 """Score predicted TPOT, and its ratios between TPs, against measured deployments.
 
 A planner chooses between configurations, so ratios matter. The score therefore includes the error of each prediction,
-and, for rows that differ only in TP, the error of `predicted(tp a) / predicted(tp b)` against the measured ratio.
+and, for rows that differ only in TP, the error of `predicted(tp a) / predicted(tp b)` relative to the measured ratio.
 
 Predictions come from the roofline (`roofline`) or from a profile measured on the engine (`score_measured`). In the
-second case, a profile fitted to the engine's rows with other prompt and output lengths predicts each row. The profile
-has a curve over sequences, a time per KV token and a time per prompt token, as from `profile measure`.
+second case, each row is predicted by a profile that is fitted to the engine's rows with other prompt and output
+lengths. Like the profiles of `profile measure`, it has a curve over sequences, a time per KV token and a time per
+prompt token.
 """
 
 from collections import defaultdict
@@ -32,13 +33,13 @@ class ScoredPrediction:
 
     @property
     def error(self) -> float:
-        """The relative error of the prediction; above 0 if the prediction is too slow."""
+        """The relative error of the prediction; above 0 if the predicted TPOT is too high."""
         return self.tpot_s / self.deployment.tpot_s - 1
 
 
 def roofline(deployments: Sequence[MeasuredDeployment]) -> list[ScoredPrediction]:
     """Return one prediction per deployment, in the order of `deployments`, with the constants fitted without its model.
-    For a model that was in no fit, use the constants fitted on all models."""
+    A model that was not part of the fit is predicted with the constants fitted on all models."""
     if not deployments:
         return []
     rows = rows_of(deployments)
@@ -137,8 +138,8 @@ LINE_IS_ENOUGH = 0.03
 
 
 def score_measured(silicon: SiliconData) -> tuple[list[ScoredPrediction], list[UnpredictedRow]]:
-    """Return the predictions by measured profiles, and the rows without a prediction, with reasons. Rows have no
-    prediction if their engine was measured under too few other loads."""
+    """Return the predictions by measured profiles, and the rows without a prediction, with reasons. A row has no
+    prediction if too few rows with other prompt and output lengths exist for its engine."""
     scored: list[ScoredPrediction] = []
     missing: list[UnpredictedRow] = list(silicon.unpredicted)
     for engine in _engines(silicon.deployments):
@@ -163,7 +164,7 @@ def _engines(deployments: Sequence[MeasuredDeployment]) -> list[list[MeasuredDep
 
 
 def _folds(engine: Sequence[MeasuredDeployment]) -> Iterator[tuple[list[MeasuredDeployment], list[MeasuredDeployment]]]:
-    """Yield, for each pair of prompt and output lengths, the rows with these lengths and the other rows."""
+    """For each pair of prompt and output lengths, yield the rows with these lengths and the remaining rows."""
     for lengths in sorted({_lengths(row) for row in engine}):
         held_out = [row for row in engine if _lengths(row) == lengths]
         yield held_out, [row for row in engine if _lengths(row) != lengths]
@@ -185,8 +186,8 @@ def _sample(row: MeasuredDeployment) -> StepSample:
 
 
 def _prefilled_tokens(row: MeasuredDeployment) -> float:
-    """Return the number of prompt tokens prefilled per decode step of a closed loop: while one request decodes, every
-    other request is prefilled once."""
+    """Return the number of prompt tokens prefilled per decode step of a closed loop: while one request decodes, each of
+    the other concurrent requests is prefilled once."""
     return max(0.0, row.sequences - 1) * row.load.prompt_tokens / row.load.output_tokens
 
 

@@ -84,11 +84,11 @@ class SiliconData:
 
 
 class NotModelled(ValueError):
-    """The row is well-formed, but the cost model does not support it."""
+    """Raised if a row is well-formed but the cost model does not support it."""
 
 
 def read_silicon(path: Path) -> SiliconData:
-    """Read the file. Raises ProblemFaults, listing every fault, if the file is invalid."""
+    """Read the measured deployments in the file. Raises ProblemFaults, listing every fault, if the file is invalid."""
     return parse_silicon(read_text(path).removeprefix("\ufeff"))
 
 

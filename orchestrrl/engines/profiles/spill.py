@@ -1,7 +1,7 @@
 """Derive the step times of batches whose KV exceeds GPU memory, for engines that run such batches.
 
-Such an engine keeps the excess KV in CPU memory and reads it in each step. Other engines queue or preempt requests, and
-have no such step time. The functions have no side effects; measure.py uses them.
+Such an engine keeps the excess KV in CPU memory and reads it in each step. Other engines queue or preempt requests
+instead, so this step time does not exist for them. The functions have no side effects; measure.py uses them.
 """
 
 from collections.abc import Sequence
@@ -50,8 +50,9 @@ def overfills(
 
 
 def spill_of(samples: Sequence[StepSample], step: StepTime, capacity_tokens: int) -> Spill | None:
-    """Return the spill cost from the samples beyond the capacity and the step time within it. None if no sample exceeds
-    the capacity, or if those that do take no longer than `step` predicts: the real capacity is then larger."""
+    """Return the spill cost from the samples beyond the capacity and the step time within it. Return None if no sample
+    exceeds the capacity. Also return None if the samples beyond the capacity take no longer than `step` predicts,
+    because the real capacity is then larger."""
     beyond = [sample for sample in samples if sample.kv_tokens > capacity_tokens]
     if not beyond:
         return None

@@ -68,7 +68,7 @@ class ProvenanceSection(Section):
     @field_validator("date", mode="before")
     @classmethod
     def _as_text(cls, date: Any) -> Any:
-        """Convert a date to text: YAML parses an unquoted 2026-01-31 as a date."""
+        """Convert a date to text, because YAML parses an unquoted 2026-01-31 as a date."""
         return date.isoformat() if hasattr(date, "isoformat") else date
 
     def value(self) -> Provenance:
@@ -76,7 +76,7 @@ class ProvenanceSection(Section):
 
 
 class _CurveSection(Section):
-    """A curve of durations in seconds over sizes. Each kind of curve has its own name for the sizes."""
+    """A curve of durations in seconds over sizes. Each subclass has a different name for the sizes."""
 
     seconds: Seconds
     sizes: Increasing
@@ -214,7 +214,8 @@ def as_document(profile: Profile) -> dict[str, Any]:
 
 
 def with_engine(profile: Profile, engine: EngineProfile) -> Profile:
-    """Return the profile with this configuration, which replaces the one with the same id or is appended."""
+    """Return the profile with this configuration added. It replaces the configuration with the same id, if there is
+    one."""
     by_id = {each.id: each for each in (*profile.configurations, engine)}
     return replace(profile, configurations=tuple(by_id.values()))
 
@@ -274,7 +275,7 @@ def _double_ids(entries: Any) -> Iterator[str]:
 
 
 class _Dumper(YamlDumper):
-    """A YAML dumper that writes lists of numbers on one line and all else in block style."""
+    """A YAML dumper that writes lists of numbers on one line and everything else in block style."""
 
 
 def _list(dumper: yaml.SafeDumper, values: Iterable[Any]) -> yaml.Node:

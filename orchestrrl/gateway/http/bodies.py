@@ -1,4 +1,4 @@
-"""Read the body of a request: decompress it, and validate it for the operator API. Has no side effects."""
+"""Read the body of a request, and validate it for the operator API. The functions have no side effects."""
 
 import zlib
 from typing import TypeVar
@@ -14,7 +14,8 @@ _CODINGS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate
 
 
 class RequestBody(BaseModel):
-    """The body of a POST request. Fields have the names of the daemon's messages; an alias is the name in the body."""
+    """The body of a POST request. Fields have the names of the daemon's messages. A field whose name in the body
+    differs has an alias."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -56,8 +57,8 @@ def _codings(request: HttpRequest) -> list[str]:
 
 
 def decompressed(data: bytes, coding: str) -> bytes:
-    """Return the decompressed data. Raises HttpRefusal if the data has another coding, ends early or grows too large.
-    Raw deflate data is accepted, since some clients omit the zlib frame of `deflate`."""
+    """Return the decompressed data. Raises HttpRefusal if the data has an unsupported coding, ends early or is too
+    large after decompression. Raw deflate data is accepted, since some clients omit the zlib frame of `deflate`."""
     try:
         return _decompressed(data, _CODINGS[coding])
     except zlib.error as error:

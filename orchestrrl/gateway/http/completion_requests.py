@@ -1,5 +1,5 @@
-"""Parse completion requests, without side effects. `n` and lists of prompts are split, so one body becomes one record
-per answer.
+"""Parse completion requests, without side effects. `n` and lists of prompts are split, so that each answer to a body
+has a separate record.
 
 The types of known fields (field_types.py) and the values that the gateway relies on are checked. The engine checks
 everything else.
@@ -41,8 +41,8 @@ _RANK_HEADER = "x-data-parallel-rank"
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """One parsed body. Records are sorted by index: the answers to the first prompt, then the answers to the next
-    prompt."""
+    """One parsed body. Records are sorted by index: first the answers to the first prompt, then the answers to the
+    second, and so on."""
 
     form: ResponseForm
     records: tuple[RequestRecord, ...]
@@ -190,7 +190,7 @@ def _is_ids(items: list[Any]) -> bool:
 
 
 def _own_body(shared: Mapping[str, Any], prompt: str | list[int] | None, sample: int | None) -> Mapping[str, Any]:
-    """Return the body for one answer. Each of `n` samples has its own seed, derived as in vLLM."""
+    """Return the body for one answer. Each of the `n` samples has a different seed, which is derived as in vLLM."""
     body = dict(shared)
     if prompt is not None:
         body["prompt"] = prompt
@@ -233,8 +233,8 @@ def _form(
 
 
 def _role(body: Mapping[str, Any]) -> str:
-    """Return the role of the answer: `assistant`, or, without a generation prompt, the role of the last message, which
-    the answer continues."""
+    """Return the role of the answer. It is `assistant` or, if the request has no generation prompt, the role of the
+    last message, which the answer continues."""
     messages = body.get("messages")
     if body.get("add_generation_prompt", True) or not isinstance(messages, list) or not messages:
         return "assistant"

@@ -78,8 +78,8 @@ class HttpAnswer(NamedTuple):
 
 
 def log_refusal(asked: str, peer: object, status: int, message: str) -> None:
-    """Log a client error (a status below 500) in one line, without unprintable characters. Other failures are logged
-    where they happen."""
+    """Log a client error (a status below 500) in one line, without unprintable characters. Other errors are logged
+    where they occur."""
     if status >= 500:
         return
     text = "".join(character if character.isprintable() else " " for character in f"{asked}: {status}: {message}")
@@ -141,7 +141,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport.write(head.encode() + (b"" if self._bodiless else answer.body))
 
     def piece(self, data: bytes, *, last: bool = False) -> None:
-        """Write a piece of a streamed response. The first piece is preceded by the head."""
+        """Write a piece of a streamed response. Before the first piece, the head is written."""
         end = b"0\r\n\r\n" if last else b""
         chunked = self._version == "1.1"  # in HTTP/1.0, the response ends with the connection
         head = b""
@@ -342,7 +342,7 @@ class HttpConnection(asyncio.Protocol):
     # --- requests in order -------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Start the next request, if there is one and the client has read the earlier responses."""
+        """Start the next request, if there is one and the client has read the responses to the earlier requests."""
         if self._task is not None or not self.writable or self._transport.is_closing():
             return
         if self._refusing and not self._requests:  # already refused
@@ -400,7 +400,8 @@ def _too_large() -> HttpRefusal:
 
 
 def _parser_refusal(error: Exception, data: bytes) -> HttpRefusal:
-    """Return a refusal with the parser's error. It quotes nothing of the request, which may contain a credential."""
+    """Return a refusal with the parser's error. The error does not quote the request, which may contain a
+    credential."""
     if data.startswith(b"\x16\x03"):
         return HttpRefusal("the request is HTTPS, but this port serves HTTP")
     named = _FAULTY_HEADER.search(data)

@@ -1,5 +1,5 @@
-"""Parse the JSON of a request's body, and check that known fields have the types that engines expect. Has no side
-effects.
+"""Parse the JSON of a request's body, and check that known fields have the types that engines expect. The functions
+have no side effects.
 
 A body that passes these checks can be sent to any engine: its text is valid Unicode, its numbers are finite and its
 nesting can be serialised again. The engine itself checks and reports invalid ranges and combinations.
@@ -41,8 +41,8 @@ def name_set(names: str) -> frozenset[str]:
 
 
 def read_json(data: bytes) -> Any:
-    """Return the parsed JSON document. Raises HttpRefusal if `data` is not JSON, or cannot be forwarded to an
-    engine."""
+    """Return the parsed JSON document. Raises HttpRefusal if `data` is not JSON or has values that cannot be forwarded
+    to an engine."""
     try:
         text = data.decode(json.detect_encoding(data))
         value = json.loads(text)
@@ -205,8 +205,8 @@ def type_faults(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> dict[s
 
 
 def with_types(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a valid body with its integer fields converted to int and its flags to bool, since engines also accept
-    16.0 as an integer and 1 as a flag."""
+    """Return the body, which must be valid, with integer fields converted to int and flags converted to bool. The
+    conversion is needed because engines also accept 16.0 as an integer and 1 as a flag."""
     read = dict(body)
     for name, value in body.items():
         expected = _TYPES[endpoint].get(name)

@@ -48,7 +48,7 @@ class RenewBody(RequestBody):
 
 
 class ResumeBody(RequestBody):
-    """The body of POST /orchestrrl/resume. Without a lease id, the request ends the lease of any holder."""
+    """The body of POST /orchestrrl/resume. If the lease id is omitted, the request ends the lease of any holder."""
 
     lease_id: str = ""
     policy_version: _Version | None = None
@@ -80,8 +80,8 @@ _Handler = Callable[[HttpRequest, HttpConnection], Awaitable[HttpAnswer]]
 
 
 class PauseEndpoints:
-    """The HTTP endpoints of the pause barrier. `daemon` calls the daemon, which commands all gateways; None if this
-    gateway is the only one."""
+    """The HTTP endpoints of the pause barrier. `daemon` is a function that calls the daemon, which commands all
+    gateways. It is None if this gateway is the only one."""
 
     def __init__(self, gateway: Gateway, daemon: Daemon | None = None, *, alone: bool = True) -> None:
         """Create the endpoints. `alone` is False if other processes serve the same port; these endpoints then require a

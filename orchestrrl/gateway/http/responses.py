@@ -1,4 +1,5 @@
-"""Build OpenAI's responses, stream chunks and error objects, with vLLM's extensions. Has no side effects.
+"""Build OpenAI's responses, stream chunks and error objects, with vLLM's extensions. The functions have no side
+effects.
 
 Chunks are assembled as text around the few parts that change, because each token needs a chunk.
 """
@@ -78,8 +79,8 @@ class ResponseForm:
 
 
 def usage(records: Sequence[RequestRecord], prompts: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Return the usage object of all answers. `prompts` are the records whose prompts count, one per distinct prompt.
-    Additional counts from the engines are summed if no answer has moved."""
+    """Return the usage object of all answers. `prompts` has one record per distinct prompt, so that each prompt is
+    counted once. If no answer has moved, additional counts from the engines are summed."""
     prompt_tokens = sum(record.prompt_tokens for record in prompts)
     completion_tokens = sum(record.generated_tokens for record in records)
     counts = {
@@ -94,8 +95,8 @@ def usage(records: Sequence[RequestRecord], prompts: Sequence[RequestRecord]) ->
 
 
 def _sum(parts: Sequence[Any]) -> Any:
-    """Return the sum of `parts`, which are counts of several answers or objects of such counts; None if they cannot be
-    added."""
+    """Return the sum of `parts`, which are counts of several answers or objects of such counts. Return None if the
+    parts cannot be added."""
     if len(parts) == 1:
         return parts[0]
     if all(isinstance(part, Mapping) for part in parts):
@@ -258,7 +259,8 @@ class ChunkWriter:
         self._tokens = 0
 
     def news(self) -> bytes:
-        """Return the undelivered part of the answer as events. The last event contains the finish_reason."""
+        """Return the part of the answer that has not been delivered, as server-sent events. The last event contains the
+        finish_reason."""
         parts = []
         deltas, ends = self._record.take_undelivered(), self._record.finish_reason
         for number, delta in enumerate(deltas, 1):
@@ -274,7 +276,7 @@ class ChunkWriter:
 
     def _passed_on(self, event: Mapping[str, Any], version: int | None) -> str:
         """Return an engine's event with the gateway's id, creation time and index, or "" for an event without choices.
-        The usage of all answers is written at the end of the stream."""
+        Such an event contains only the usage, and the usage of all answers is written at the end of the stream."""
         if not event["choices"]:
             return ""
         self._begun = True

@@ -192,7 +192,7 @@ class GatewayServer:
         return HttpAnswer.of_json(job.failure.error, job.failure.status)
 
     def _job(self, endpoint: CompletionEndpoint, request: HttpRequest) -> RequestGroup:
-        """Parse the body and return the group of its requests. Raises HttpRefusal if the body is invalid."""
+        """Parse the body and return the RequestGroup with its records. Raises HttpRefusal if the body is invalid."""
         if self._draining:
             raise HttpRefusal("the gateway is shutting down", status=503)
         body = read_json(read_body(request))
@@ -224,7 +224,7 @@ class GatewayServer:
     # --- operation ---------------------------------------------------------------------------------------------------
 
     async def _health(self, request: HttpRequest, _: HttpConnection) -> HttpAnswer:
-        """Return 200 while an engine is usable or expected and the gateway is not draining, else 503."""
+        """Return status 200 if an engine is usable or expected and the gateway is not draining, else status 503."""
         fleet = self._gateway.fleet
         engines, expected = [backend.id for backend in fleet if backend.usable], sorted(fleet.expected)
         status = 200 if (engines or expected) and not self._draining else 503
@@ -301,7 +301,8 @@ def _target(request: HttpRequest) -> tuple[str, str]:
 
 
 def _asked(request: HttpRequest) -> str:
-    """Return the method and path for log messages, without the URL's query and login, which may be secrets."""
+    """Return the method and path for log messages. The URL's query and credentials are left out, because they may be
+    secret."""
     with suppress(HttpRefusal):
         return f"{request.method} {cut(_target(request)[0], 100)}"
     return request.method
@@ -330,8 +331,8 @@ def _named(body: Mapping[str, Any], headers: Iterable[tuple[str, str]]) -> Mappi
 
 
 async def _stream(connection: HttpConnection, job: RequestGroup) -> None:
-    """Run the request and write its answers as server-sent events. The records hold the text that a slow client has not
-    read."""
+    """Run the request and write its answers as server-sent events. Text that a slow client has not read stays in the
+    records."""
     indices = {record.id: index for index, record in enumerate(job.records)}
     writers: dict[RequestId, ChunkWriter] = {}  # created once the answer's creation time is known
 

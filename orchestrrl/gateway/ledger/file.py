@@ -53,7 +53,7 @@ ROWS_OF_A_STATEMENT = 64
 
 
 class NamedRequest(NamedTuple):
-    """A request that its client named. `created_s` is the creation time given in its answer."""
+    """A request that its client named. `created_s` is the creation time that its answer contains."""
 
     name: str
     digest: bytes
@@ -132,7 +132,7 @@ class AnswerFile:
         """Remove requests without a piece since `before_s`, and the oldest requests if the file exceeds `most_bytes`.
         Returns the number of removed requests.
 
-        `take` claims a request and returns False if the request is being served; such requests are kept. `free`
+        `take` claims a request and returns False if the request is being served. Such requests are not removed. `free`
         releases the claim.
         """
         removed = 0
@@ -168,7 +168,7 @@ class AnswerFile:
 
 
 def check(path: Path) -> None:
-    """Create the file if it does not exist. Raises Permanent if the path cannot hold a ledger."""
+    """Create the ledger's file if it does not exist. Raises Permanent if the path cannot hold a ledger."""
     try:
         with closing(AnswerFile(path)) as file:
             file.has(0)

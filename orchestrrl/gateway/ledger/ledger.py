@@ -39,7 +39,7 @@ class VersionSpan(NamedTuple):
 
 
 class OnStale(StrEnum):
-    """The action for an answer that exceeds its maximum version lag."""
+    """The action to take for an answer that exceeds its maximum version lag."""
 
     ABORT = "abort"  # end it with the tokens it has
     RESTART = "restart"  # start it over, unless the client has received a part of it
@@ -80,8 +80,8 @@ class PolicyVersions:
         )
 
     def lag(self, newest: int | None) -> int:
-        """Return by how many versions the oldest token is behind `newest`; 0 if either version is unknown or `newest`
-        is lower."""
+        """Return the number of versions by which the oldest token is behind `newest`. Return 0 if either version is
+        unknown or `newest` is lower."""
         return 0 if self.oldest is None or newest is None else max(0, newest - self.oldest)
 
 
@@ -188,8 +188,8 @@ class RequestRecord:
 
     @property
     def fixed_because(self) -> str:
-        """Return why the request may not leave its engine now; empty if it may leave. A request without a token can
-        start over on another engine, unless its answer is relayed, since the progress of a relayed answer is unknown.
+        """Return the reason why the request may not leave its engine now; empty if it may leave. A request without a
+        token can start over on another engine. A relayed request cannot, because the progress of its answer is unknown.
         """
         if self.engine is not None and self.pinned_because:
             return self.pinned_because
@@ -205,8 +205,8 @@ class RequestRecord:
     def append(
         self, chunk: Chunk, text: str, extra: Mapping[str, Any] | None, now_s: float, version: int | None = None
     ) -> None:
-        """Append a chunk. `text` is the text that it adds, which may differ from the chunk's own. `version` is the
-        policy version of its tokens."""
+        """Append a chunk. `text` is the text that the chunk adds to the answer, which may differ from the chunk's text.
+        `version` is the policy version of its tokens."""
         if self.prompt_ids is None and chunk.prompt_token_ids is not None:
             self.prompt_ids = chunk.prompt_token_ids
         self.progressed_s = now_s
@@ -262,7 +262,7 @@ class RequestRecord:
         self.finished_s = now_s
 
     def detach(self) -> None:
-        """Mark the request as held by the gateway, on no engine."""
+        """Mark the request as held by the gateway. The request is then on no engine."""
         self.engine = None
         self.relayed = False
         self.state = RequestState.WAITING
@@ -312,7 +312,7 @@ class RequestRecord:
 
 
 def _merge(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
-    """Merge the fields of a part of an answer into `whole`: lists are concatenated, any other value replaces the
+    """Merge the fields of a part of an answer into `whole`: lists are concatenated, and any other value replaces the
     previous value."""
     for name, value in part.items():
         before = whole.get(name)
@@ -412,7 +412,7 @@ class Ledger:
             self._in_flight[record.id] = record
 
     def close(self, record: RequestRecord) -> None:
-        """Move the ended record from the requests in flight to the summaries. Idempotent."""
+        """Move the ended record from the requests in flight to the summaries. A repeated call has no effect."""
         if self._in_flight.get(record.id) is not record:  # already closed, or never added
             return
         del self._in_flight[record.id]

@@ -55,8 +55,8 @@ def key_of(name: str) -> int:
 
 
 def digest_of(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> bytes:
-    """Return a digest of the endpoint and the body. Fields that only shape the response, and the order of fields, do
-    not affect the digest."""
+    """Return a digest of the endpoint and the body. The digest does not depend on the order of fields or on fields that
+    only shape the response."""
     rest = {name: value for name, value in body.items() if name not in _FORM}
     digest = hashlib.blake2b(endpoint.encode(), digest_size=16)
     # Prompts are long, and JSON encoding of numbers is slow.
@@ -92,7 +92,7 @@ class RecordCutter:
         self._ended = False
 
     def resume(self, pieces: Sequence[AnswerPiece]) -> None:
-        """Continue after these pieces, from which the record was reassembled."""
+        """Continue after `pieces`, from which the record was reassembled."""
         record = self.record
         self._ids = record.generated_ids
         self._number = len(pieces)
@@ -145,7 +145,7 @@ class RecordCutter:
         return piece
 
     def forget(self) -> AnswerPiece:
-        """Return an empty piece 0, which invalidates all earlier pieces: the answer must not be continued from them."""
+        """Return an empty piece 0. It invalidates all earlier pieces, so that the answer is not continued from them."""
         self.restart()
         self._number = 1
         return AnswerPiece(self._answer, 0, b"", b"", None, 0, None, self.record.attempt, None, None, None)

@@ -6,8 +6,8 @@ Requests without an id are not stored, because no client could return for them.
 
 Requests do not wait for the disk. Their growth is collected every `PROGRESS_S` and at their end, and a thread writes it
 in batches. A killed gateway loses only the last moments, which are generated again. If the disk is full or fails,
-requests continue without it; that is logged once and counted. The file's index is read synchronously, by key, as each
-request arrives; a thread reads a stored answer.
+requests continue without the ledger, and the failure is logged once and counted. When a request arrives, the file's
+index is searched synchronously for the request's key. A thread reads the stored answer.
 """
 
 import asyncio
@@ -87,7 +87,7 @@ class LedgerEntry:
     lost: bool = False  # set by the writer when pieces could not be written
 
     def begin(self) -> None:
-        """Create the cutters and the stored name before the first piece. Idempotent."""
+        """Create the cutters and the stored name before the first piece. A repeated call has no effect."""
         if not self.cutters:
             wanted = bool(self.body.get("return_token_ids"))
             self.cutters = [
@@ -161,7 +161,7 @@ class LedgerStore:
     async def enter(self, request: CompletionRequest, body: Mapping[str, Any]) -> LedgerEntry | None:
         """Claim a request and restore the stored part of its answers into its records. Returns None if the ledger
         cannot be used. The returned entry holds the creation time of the answer. Raises DuplicateRequest if the id is
-        in use, or is stored with another body or credential."""
+        in use or is stored with another body or credential."""
         claims = self._claims
         if claims is None:
             return None
@@ -194,8 +194,9 @@ class LedgerStore:
         return entry
 
     def leave(self, entry: LedgerEntry) -> None:
-        """Queue the unwritten growth of the entry's answers and release its claim. Must be called when its records have
-        ended, or, if its client has left, before the records are marked as ended for that reason."""
+        """Queue the unwritten growth of the entry's answers and release its claim. Must be called when the entry's
+        records have ended. If the client has left, it must be called before the records are marked as ended for that
+        reason."""
         del self._entries[entry.key]
         if entry.named_request is None and self._clock.now_s() - entry.opened_s < self.keep.from_s:
             if self._claims is not None:
@@ -356,7 +357,7 @@ class LedgerStore:
         self.counts.pruned += file.prune(before_s, self.keep.answers_bytes, self._claims.take, self._claims.free)
 
     def _set_failing(self, failing: str) -> None:
-        """Set the reason why writes fail, and log a change between failing and working."""
+        """Set the reason why writes fail. If writes begin to fail or succeed again, log the change."""
         if bool(failing) != bool(self.failing):
             if failing:
                 logger.error("%s: answers cannot be stored: %s", self.keep.path, failing)

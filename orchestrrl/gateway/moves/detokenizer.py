@@ -34,9 +34,9 @@ Decode = Callable[[Sequence[int]], Awaitable[str]]
 
 
 async def detokenize(fleet: EngineBackends, first: EngineBackend, token_ids: Sequence[int]) -> str:
-    """Return the text of the tokens, decoded by engine `first` or, if that fails, by other engines of its model. Other
-    engines are tried in the order of the routes after `first`; engines that failed recently are tried last. Raises
-    Permanent if no engine answers."""
+    """Return the text of the tokens, decoded by engine `first` or, if that fails, by another engine of its model. The
+    other engines are tried in the order of the routes, beginning after `first`. Engines that failed recently are tried
+    last. Raises Permanent if no engine answers."""
     slots = [backend for backend in fleet if backend is first or _may_stand_in(backend, first)]
     at = next((index for index, backend in enumerate(slots) if backend is first), None)
     ordered = [first, *slots] if at is None else slots[at:] + slots[:at]
@@ -67,8 +67,8 @@ def _may_stand_in(backend: EngineBackend, first: EngineBackend) -> bool:
 
 class TextAfterCut:
     """The text of the tokens after a cut inside a character. If an engine can decode tokens, it decodes them; otherwise
-    the continuing engine's own text is used, without the text that was already sent. `open` is True until the chunks'
-    own text is correct."""
+    the continuing engine's own text is used, without the text that was already sent. `open` is True until the text of
+    the engine's chunks is correct again."""
 
     def __init__(self, record: RequestRecord, decode: Decode, tokens: list[int], text: str | None) -> None:
         """Start after a cut. `text` is the text of the `tokens` before the cut; None if no engine decodes them."""
@@ -122,7 +122,8 @@ async def text_after_cut(record: RequestRecord, backend: EngineBackend, fleet: E
 def unsent(chunk: Chunk, record: RequestRecord) -> str:
     """Return the part of the first text after a cut that the record's text lacks. Has no side effects.
 
-    vLLM's decoder, started inside a character, returns its whole context as new text: prompt, answer so far, new text.
+    If vLLM's decoder starts inside a character, it returns the whole context as new text: the prompt, the answer so far
+    and the new text.
     """
     text, sent = chunk.text, record.text
     if not sent:  # all tokens so far belong to one incomplete character

@@ -40,7 +40,7 @@ def left_by(record: RequestRecord, backend: EngineBackend, fleet: EngineBackends
 
 
 def wait_s(order: RequestMove) -> float:
-    """Return how long the destination waits for KV before it recomputes, in seconds."""
+    """Return the time in seconds for which the destination waits for KV before it recomputes the context."""
     return min(MAX_WAIT_S, WAIT_SHARE * order.other_s) if order.other_s > 0 else DEFAULT_WAIT_S
 
 
@@ -74,7 +74,7 @@ class KvLoadCount:
             backend.loads_open -= 1
 
     def forget(self) -> None:
-        """Discard the count. Must be called if `tokens` is not called."""
+        """Discard the count. The caller must call this method if it does not call `tokens`."""
         self._backend.loads_open -= 1
 
 
@@ -147,8 +147,8 @@ class MoveInProgress:
             self._count.forget()
 
     def _outcome(self, duration_s: float, loaded_tokens: int | None) -> OperationItemResult:
-        """Return the result of a completed move. `loaded_tokens` is None if KV was requested and it is unknown whether
-        the target loaded it."""
+        """Return the result of a completed move. `loaded_tokens` is None if it is unknown whether the target loaded the
+        requested KV."""
         if loaded_tokens:
             method, recomputed = MoveMethod.TRANSFER, self.context_tokens - loaded_tokens
         else:

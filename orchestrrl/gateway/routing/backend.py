@@ -1,5 +1,5 @@
-"""One engine as seen by a gateway: its route, the requests on it, and whether it may accept more requests. This module
-performs no I/O."""
+"""The state of one engine as seen by a gateway: its route, the requests on it, and whether it may accept more requests.
+This module performs no I/O."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -70,12 +70,13 @@ class EngineBackend(EngineLoad):
 
     @property
     def kv_version(self) -> str:
-        """The version of configuration and weights that its KV belongs to; empty if it transfers no KV."""
+        """The version of configuration and weights to which the engine's KV belongs; empty if the engine transfers no
+        KV."""
         version = "" if self.mixed else self.route.kv_version
         return version if not version or self.policy_version is None else f"{version}@{self.policy_version}"
 
     def has(self, policy_version: int) -> None:
-        """Record that the engine has weights of this version."""
+        """Record that the engine has weights of version `policy_version`."""
         self.policy_version, self.mixed = policy_version, False
 
     def forget_offers(self) -> None:
@@ -149,7 +150,7 @@ class EngineBackend(EngineLoad):
             self.waited_most = self.waiting
 
     def advance(self, record: RequestRecord, context_before: int, was: RequestState, now_s: float) -> None:
-        """Update the counts after the record has grown from `context_before` tokens and state `was`."""
+        """Update the counts after the record has grown. Before, it had state `was` and `context_before` tokens."""
         self.progressed_s = now_s
         if was is RequestState.RUNNING:
             self._run(record.context_tokens - context_before)

@@ -1,4 +1,5 @@
-"""A gateway's engines: the routing table, the queue before it, and the health of each engine."""
+"""A gateway's engines: the routing table, the queue of requests that wait for an engine, and the health of each
+engine."""
 
 import asyncio
 import logging
@@ -39,8 +40,8 @@ class NoBackend(Exception):
 
 
 class EngineBackends:
-    """Holds the routing table and the queue before the engines. Connections are opened on use and released by
-    `close`."""
+    """Holds the routing table and the queue of requests that wait for an engine. Connections are opened on use and
+    released by `close`."""
 
     def __init__(self, connect: Connect, *, clock: Clock, routing: RoutingPolicy | None = None) -> None:
         self._connect = connect
@@ -193,7 +194,8 @@ class EngineBackends:
         return before[0] - expected
 
     async def _unexpect(self, expected: frozenset[EngineId], until_s: float) -> None:
-        """Wait until the deadline of the expected engines, then wake the requests that wait for them."""
+        """Wait until the deadline of the expected engines has passed, then wake the requests that wait for these
+        engines."""
         while (left_s := until_s - self.clock.now_s()) > 0:
             await self.clock.sleep(left_s)
         late = sorted(expected.difference(backend.id for backend in self if backend.usable))
@@ -202,7 +204,8 @@ class EngineBackends:
         self.announce()
 
     def announce(self) -> None:
-        """Wake all tasks that wait for a change, and dispatch queued requests: an engine may have become usable."""
+        """Wake all tasks that wait for a change, and dispatch queued requests. Must be called when an engine may have
+        become usable."""
         self.kv_versions = Counter(backend.kv_version for backend in self._backends.values() if backend.routed)
         self._note_contexts()
         self.changed.set()
@@ -234,7 +237,7 @@ class EngineBackends:
     ) -> EngineBackend:
         """Wait for an engine with room and reserve a place on it. The caller must call `EngineBackend.enter` or
         `give_back`. Engines in `without` are excluded; engines in `avoiding` are used only if no other engine is
-        available. A request with `again` precedes new requests.
+        available. If `again` is set, the request precedes new requests.
 
         Raises NoBackend after `patience_s` without an eligible engine. Time does not count while an eligible engine is
         usable or expected, or while the pause barrier is closed.
@@ -384,7 +387,7 @@ class EngineBackends:
             self.dispatch()
 
     def release(self, backend: EngineBackend, record: RequestRecord) -> None:
-        """Remove the request from this engine, and dispatch queued requests to the free place."""
+        """Remove the request from this engine, and dispatch queued requests, because a place is free now."""
         backend.leave(record)
         self.forget_if_empty(backend)
         if self.queue:
@@ -421,7 +424,7 @@ class EngineBackends:
 
     def too_short_for(self, tokens: int) -> frozenset[EngineId]:
         """Return the engines whose context is too short for `tokens` while another engine's context is longer. On these
-        engines an answer would end early, as if max_tokens had been smaller."""
+        engines an answer could end early, as if max_tokens had been smaller."""
         if len(self._contexts) < 2:
             return frozenset()
         wanted = min(tokens, max(self._contexts))

@@ -60,9 +60,9 @@ class RequestQueue:
         return self._again if waiter.again else self._new
 
     def next(self, place_for: Callable[[QueuedRequest], T | None]) -> tuple[QueuedRequest, T] | None:
-        """Remove and return the first request for which `place_for` returns a place, with that place; None if there is
-        none. The search ends at the first unrestricted request without a place, since no later request would get a
-        place."""
+        """Remove and return the first request for which `place_for` returns a place, with that place; return None if
+        there is no such request. The search ends at the first unrestricted request that gets no place, because no later
+        request would get a place either."""
         for waiter in self:
             place = place_for(waiter)
             if place is not None:

@@ -1,5 +1,5 @@
-"""Choose the engine for a request with a named strategy, among the engines that the request's tag prefers. Has no side
-effects.
+"""Choose the engine for a request with a named strategy, among the engines that the request's tag prefers. The
+functions have no side effects.
 
 A strategy is a function of a snapshot. The load index is equation 5 of the OrchestrRL paper: `(running + waiting) /
 concurrency cap / decode rate`. The gateway evaluates it with its own counts, including the new request. The decode rate
@@ -62,13 +62,14 @@ class RoutingSnapshot(Generic[L]):
 
 
 def fits(load: EngineLoad, context_tokens: int) -> bool:
-    """Return whether the KV cache has room for the context in addition to running and waiting requests. True if the
-    capacity is unknown."""
+    """Return whether the KV cache has room for the context in addition to running and waiting requests. Return True if
+    the capacity is unknown."""
     return load.kv_capacity_tokens == 0 or load.kv_free_tokens - load.waiting_tokens >= context_tokens
 
 
 def concurrency_cap(load: EngineLoad, mean_tokens: float) -> int:
-    """Return the number of requests that the engine can run at once with its free KV; 1 if its limits are unknown."""
+    """Return the number of requests that the engine can run at once with its free KV; the number is 1 if the engine's
+    limits are unknown."""
     cap = load.max_sequences
     if load.kv_capacity_tokens:
         free = load.kv_free_tokens
@@ -80,7 +81,7 @@ def concurrency_cap(load: EngineLoad, mean_tokens: float) -> int:
 
 def scale(loads: Sequence[EngineLoad], context_tokens: int) -> tuple[float, float]:
     """Return the mean context of a request in tokens, including the new request, and the median seconds per token. The
-    median is used for engines without a known rate."""
+    median is used for engines whose rate is unknown."""
     held, requests = context_tokens, 1
     known: list[float] = []
     for load in loads:
@@ -160,8 +161,8 @@ def least_tokens(snapshot: RoutingSnapshot[L]) -> L:
 
 
 def round_robin(snapshot: RoutingSnapshot[L]) -> L:
-    """Return the engine with the next id after the engine chosen last. Most frameworks route this way; the strategy is
-    provided for comparison."""
+    """Return the engine with the next id after the engine chosen last. Most frameworks route in this way, so the
+    strategy is provided for comparison."""
     later = [load for load in snapshot.loads if snapshot.last is not None and load.id > snapshot.last]
     return min(later or snapshot.loads, key=lambda load: load.id)
 
@@ -182,8 +183,8 @@ def prefix_affinity(snapshot: RoutingSnapshot[L]) -> L:
 
 
 def prefix_of(group: str, body: Mapping[str, Any]) -> int:
-    """Return a 64-bit hash that is equal for requests with the same prefix: a hash of the group if there is one, else
-    of the prompt's first tokens or characters. Returns 0 if there is neither a group nor a prompt."""
+    """Return a 64-bit hash that is equal for requests with the same prefix. It is a hash of the group if the request
+    has one, else of the prompt's first tokens or characters. Returns 0 if there is neither a group nor a prompt."""
     if group:
         return _digest(b"group", group.encode())
     prompt = body.get("prompt")
@@ -225,8 +226,8 @@ def _digest(kind: bytes, data: bytes) -> int:
 
 def narrow(snapshot: RoutingSnapshot[L], pool: str) -> Sequence[L]:
     """Return the pool's engines that are not loaded too far beyond the least loaded engine of all. If there are no such
-    engines, return all engines, since waiting for the preferred hardware costs more. A tag can thus prefer a pool, e.g.
-    a pool with high memory bandwidth for decode-heavy tasks (RollArt)."""
+    engines, return all engines, because waiting for the preferred hardware would take longer. A tag can thus prefer a
+    pool, e.g. a pool with high memory bandwidth for decode-heavy tasks (RollArt)."""
     inside = sum(load.pool == pool for load in snapshot.loads)
     if not inside or inside == len(snapshot.loads):
         return snapshot.loads

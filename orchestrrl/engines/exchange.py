@@ -325,7 +325,8 @@ class ConnectionPool:
         method: str = "POST",
         alone: bool = False,
     ) -> EngineExchange:
-        """Return an exchange whose request is not yet sent. The pool's own headers override those of the same name.
+        """Return an exchange whose request is not yet sent. The pool's headers override headers of the same name in
+        `headers`.
 
         If `alone`, the exchange uses a new connection. vLLM closes idle connections after 5 s. If its event loop lags,
         as on a busy host, it may do so before it reads a new request, and a control call would be lost."""

@@ -47,7 +47,7 @@ class ServerSentEvents:
 
 
 class StreamError(Exception):
-    """The engine sent an error event. `event` is the whole object, `error` its error field."""
+    """The engine sent an error event. `event` is the whole object, and `error` is its error field."""
 
     def __init__(self, event: Mapping[str, Any]) -> None:
         super().__init__(event["error"])

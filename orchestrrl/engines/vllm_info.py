@@ -102,7 +102,7 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def began_at(metrics_page: str) -> str:
     """Return the start time of the server process from its metrics page. It differs between successive processes at one
-    URL. Returns "" if the page lacks the start time, as when several processes act as one server."""
+    URL. Returns "" if the page lacks the start time, for example because several processes act as one server."""
     return min(_after(metrics_page, BEGAN_AT), default="")
 
 
@@ -111,8 +111,8 @@ def server_identity(metrics_page: str) -> str:
     counter (1 us resolution). All readers get the same identity for one process, regardless of the address that they
     use.
 
-    Returns "" if either time is missing, as when several processes act as one server or the server's environment
-    disables such series. The start time alone does not distinguish servers that were started together.
+    Returns "" if either time is missing. This is the case if several processes act as one server or the server's
+    environment disables such series. The start time alone does not distinguish servers that were started together.
     """
     began = began_at(metrics_page)
     created = min(_after(metrics_page, COUNTED_SINCE), default="")  # minimum over the replicas in the process

@@ -38,8 +38,8 @@ NOT_OF_VLLM = (ValueError, KeyError, IndexError, TypeError, AttributeError, Over
 
 
 class ManagedVllm:
-    """The part of the vLLM client that redeployments and weight loads need. `timeout_s` bounds connecting, and each
-    call without its own timeout. Connections are opened on use and released by `close`."""
+    """The part of the vLLM client that redeployments and weight loads need. `timeout_s` limits the time to connect and
+    the time of each call that specifies no timeout. Connections are opened on use and released by `close`."""
 
     name = "vllm"  # product name
 

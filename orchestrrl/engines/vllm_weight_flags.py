@@ -1,7 +1,8 @@
 """The command-line flags for a vLLM server that loads verified weight versions from folders, and its workers' reports.
 
-The server side is the plugin in `orchestrrl/integrations/instrument/vllm_weights.py`. vLLM finds the plugin if
-handover.py's MODULE_FOLDER is on its PYTHONPATH. Without the plugin, versions are loaded through `reload_weights`.
+The server loads the versions with the plugin in `orchestrrl/integrations/instrument/vllm_weights.py`. vLLM finds the
+plugin if handover.py's MODULE_FOLDER is on its PYTHONPATH. Without the plugin, versions are loaded through
+`reload_weights`.
 """
 
 import json

@@ -102,8 +102,9 @@ class VllmWeights:
                     await self._server.order("/pause?mode=keep&clear_cache=false")
 
     async def _kept_running(self, asked: Coroutine[Any, Any, tuple[int, ...]]) -> tuple[int, ...]:
-        """Await the answer of an engine that was paused before, and resume the engine if it is paused again. A gateway
-        that attaches while the pause barrier is closed pauses every engine, and the answer would never arrive."""
+        """Await the answer of an engine that was paused before, and resume the engine if it is paused again. This is
+        necessary because a gateway that attaches while the pause barrier is closed pauses every engine, and the answer
+        would then never arrive."""
         task = asyncio.create_task(asked)
         try:
             while not (await asyncio.wait({task}, timeout=RECHECK_S))[0]:
@@ -239,7 +240,8 @@ def _has_backend(started: VllmServerInfo) -> bool:
 def _checked_sum(folder: Path, model: str, known_sum: str) -> str:
     """Return the checkpoint's checksum, which is computed if it is not already known. Return "" if the folder is not
     visible on this host. Raises Permanent if the checkpoint is incomplete, or if its tensors or shapes differ from
-    those of the server's initial model. The latter is checked only if the initial model is visible on this host."""
+    those of the server's initial model. The tensors and shapes are checked only if the initial model is visible on this
+    host."""
     if not folder.exists():
         return ""
     wanted = None

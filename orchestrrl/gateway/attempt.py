@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 class EngineAttempt:
-    """One attempt of a request on one engine. The caller must add the record to `backend` before."""
+    """One attempt of a request on one engine. When the attempt is created, the record has already been added to
+    `backend`."""
 
     def __init__(self, record: RequestRecord, backend: EngineBackend, fleet: EngineBackends) -> None:
         self._record = record
@@ -225,8 +226,8 @@ class EngineAttempt:
                 record.max_tokens = longest - len(record.prompt_ids)
 
     async def _learn_context_length(self) -> None:
-        """Read the engine's context length. Without max_tokens an answer may fill the context, and a continued request
-        needs the remaining number of tokens."""
+        """Read the engine's context length. A request without max_tokens may fill the context. If it continues on
+        another engine, its new body must contain the remaining number of tokens."""
         try:
             await self._fleet.capabilities(self._backend)
         except OrchestrRLError as error:

@@ -114,7 +114,7 @@ class RequestGroup:
 
     async def _give_again(self, record: RequestRecord) -> None:
         """Return a stored answer to the client once more. The answer is not counted again. It is added to its group
-        again, because the group may have been forgotten since."""
+        again, because the group may have been forgotten in the meantime."""
         self._counted.add(record.id)
         self._gateway.groups.enter(record)
         self._gateway.cancel_redundant(record)

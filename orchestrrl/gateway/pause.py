@@ -1,7 +1,7 @@
 """The gateway's side of the pause barrier between requests and engines. It is closed while weights change.
 
 While it is closed, the gateway sends nothing to engines and quiesces them: running requests are frozen, finished or
-ended, as ordered. Every engine that supports pausing is paused, so that requests of other clients stop too. Requests
+ended, as ordered. Every engine that supports pausing is paused, so that requests of other clients also stop. Requests
 are withdrawn from an engine that cannot be paused, and continue from their tokens later.
 
 The holder of a lease closes the barrier. The barrier opens when the lease ends, so a trainer or a daemon that dies does
@@ -233,9 +233,9 @@ class GatewayPause:
     # --- opening -----------------------------------------------------------------------------------------------------
 
     async def open(self, order: OpenBarrier) -> tuple[OperationItemResult, ...]:
-        """Open the barrier and resume the engines. Returns one item per resumed engine. Without a lease, the barrier
-        opens for any holder, and engines are resumed even if the barrier is open, such as engines that an earlier
-        gateway paused.
+        """Open the barrier and resume the engines. Returns one item per resumed engine. If the order has no lease, the
+        barrier opens regardless of its holder. Engines are then resumed even if the barrier is already open, for
+        example engines that an earlier gateway has paused.
 
         Raises Permanent if the barrier is not closed under the lease, or if an engine is unknown.
         """

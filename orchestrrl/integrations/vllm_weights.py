@@ -1,7 +1,8 @@
 """Load new weights from a folder into vLLM servers. The pause barrier is closed while the servers load.
 
 With a gateway, a lease keeps the fleet paused and is renewed while the servers load, so that no server stays paused if
-the trainer dies. Without a gateway the servers are paused one by one, and only this module resumes them.
+the trainer dies. Without a gateway, the servers are paused one by one, and they stay paused until this module resumes
+them.
 
 The module runs in the trainer's environment and needs aiohttp and pydantic.
 """

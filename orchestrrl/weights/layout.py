@@ -1,7 +1,7 @@
 """Compute byte positions: tensors in a safetensors file, and the byte runs of a shard in such files.
 
 A shard is a sequence of tensor boxes in row-major order. In a file, a box is a set of rows at a fixed stride. If a file
-has only a part of a box, the rows of that part are at a fixed stride in the shard, too. A shard is described by runs of
+has only a part of a box, the rows of that part are also at a fixed stride in the shard. A shard is described by runs of
 equally long rows, not by single rows. The file format is that of safetensors (README of huggingface/safetensors): an
 eight-byte length, a JSON header, then the tensors.
 """

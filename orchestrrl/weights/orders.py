@@ -30,9 +30,10 @@ class CarryEdge(PeerFlow):
 
 @dataclass(frozen=True, slots=True)
 class OpenVersion:
-    """An order to open a version on the peer, either from parts that trainers staged on its host or to receive the
-    version. Stored bytes are kept. `at_home` lists the shards that engines of this host need and that the host's parts
-    or file already have. No peer sends these shards. Their bytes are copied from the parts into the file."""
+    """An order to open a version on the peer. The version is either read from parts that trainers staged on the peer's
+    host, or received from other peers. Stored bytes are kept. `at_home` lists the shards that engines of this host need
+    and that the host's parts or file already have. No peer sends these shards. Their bytes are copied from the parts
+    into the file."""
 
     map: VersionMap
     parts: tuple[StagedPart, ...] = ()

@@ -71,7 +71,7 @@ class EdgeEnded(Exception):
 class EdgeRun:
     """The state of an edge at one of its endpoints. Only the edge's thread writes fields that have no lock.
 
-    `on_began` is called before pieces are sent or received, `on_moved` with the size of each completed piece.
+    `on_began` is called before pieces are sent or received. `on_moved` is called with the size of each completed piece.
     """
 
     version: int

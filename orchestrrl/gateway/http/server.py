@@ -66,7 +66,7 @@ Routes = Mapping[tuple[str, str], Handler]  # by path and method
 
 
 class MoveBody(BaseModel):
-    """One requested move. Without `from_engine_id`, the request moves from its current engine."""
+    """One requested move. If `from_engine_id` is omitted, the request moves from its current engine."""
 
     model_config = ConfigDict(strict=True)
 
@@ -256,8 +256,8 @@ class GatewayServer:
         return HttpAnswer(text, content_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _requests(self, request: HttpRequest, _: HttpConnection) -> HttpAnswer:
-        """Return the requests in flight and the requests that ended last. With `?id=R`, return request R with its
-        tokens."""
+        """Return the requests in flight and the requests that ended last. If the query is `?id=R`, return request R
+        with its tokens."""
         wanted = next(iter(parse_qs(_target(request)[1], keep_blank_values=True).get("id", ())), None)
         now_s = self._gateway.clock.now_s()
         if wanted is not None:
@@ -309,8 +309,8 @@ def _asked(request: HttpRequest) -> str:
 
 
 def end_to_end(headers: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Return the headers to forward to the engine, in their original order: all headers except those that concern only
-    the connection or that the gateway sets or reads itself. Examples of forwarded headers are `Authorization`,
+    """Return the headers to forward to the engine, in their original order: all headers except headers that concern
+    only the connection and headers that the gateway sets or reads. Examples of forwarded headers are `Authorization`,
     `X-Session-ID` and `traceparent`."""
     passed_on = [
         (name, value) for name, value in headers if name.lower() not in _OWN and not name.lower().startswith("content-")

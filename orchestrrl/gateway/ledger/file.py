@@ -1,8 +1,8 @@
 """The gateway's ledger on disk: pieces of answers in SQLite, shared by all gateway processes of a machine.
 
-Rows are only appended, and are found by their request's key; the oldest rows are removed first. Writes are not
-synchronous (`synchronous = NORMAL`: SQLite calls fsync at a checkpoint, not for each transaction). A power cut may lose
-recent pieces, which were delivered or are generated again, and the file stays consistent. A killed process loses
+Rows are only appended. They are found by the key of their request, and the oldest rows are removed first. Writes are
+not synchronous (`synchronous = NORMAL`: SQLite calls fsync at a checkpoint, not for each transaction). A power cut may
+lose recent pieces, which were delivered or are generated again, and the file stays consistent. A killed process loses
 nothing that it has committed.
 
 Claims show which process serves a request. A claim is a lock on one byte of a file. Taking and releasing it needs one

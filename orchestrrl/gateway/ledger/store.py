@@ -52,7 +52,8 @@ _FAILURES = (sqlite3.Error, OSError, UnicodeError, OverflowError, Permanent)
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
     """The path of the ledger and the limits of what it stores. Requests that take less than `from_s` seconds are not
-    stored, since they are quickly generated again. A killed gateway loses about the same duration of unwritten work."""
+    stored, since they are quickly generated again. If a gateway is killed, it loses about the same amount of work that
+    has not been written yet."""
 
     path: Path
     from_s: float = BATCH_S

@@ -239,8 +239,8 @@ class EngineBackends:
         `give_back`. Engines in `without` are excluded; engines in `avoiding` are used only if no other engine is
         available. If `again` is set, the request precedes new requests.
 
-        Raises NoBackend after `patience_s` without an eligible engine. Time does not count while an eligible engine is
-        usable or expected, or while the pause barrier is closed.
+        Raises NoBackend after `patience_s` without an eligible engine. The time during which an eligible engine is
+        usable or expected, or the pause barrier is closed, is not included.
         """
         if self._barrier_open and not self.queue and not avoiding:  # the common case, without the cost of waiting
             found = self.choose(self._newcomer(record), without)
@@ -308,7 +308,7 @@ class EngineBackends:
         return RoutedRequest(record.context_tokens, prefix, record.tag)
 
     def choose(self, newcomer: RoutedRequest, without: Iterable[EngineId] = ()) -> EngineBackend | None:
-        """Return the engine for a request, or None if no engine may accept it now."""
+        """Return the engine for a request, or None if no engine can currently accept the request."""
         able = self._usable()
         if depth := self.routing.queue_depth:
             able = [backend for backend in able if backend.has_room(depth, newcomer.context_tokens)]

@@ -2,7 +2,7 @@
 
 Every function of torch.distributed calls a method of `ProcessGroup`, even if a caller imported the function earlier, so
 the hooks replace these methods in the class. The returned Work is followed until it has completed (work_watch.py).
-Three paths bypass these methods and have hooks of their own: functional collectives are hooked at their operators,
+Three paths bypass these methods and have separate hooks: functional collectives are hooked at their operators,
 DistributedDataParallel by a communication hook, and the broadcasts of its buffers at `_broadcast_coalesced`.
 Collectives that are started by C++ code or a captured CUDA graph are not recorded.
 """

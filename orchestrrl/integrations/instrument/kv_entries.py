@@ -250,7 +250,7 @@ class KvEvictor:
 
     def reserve(self, size_bytes: int) -> bool:
         """Reserve space for an entry; return whether there was enough. The result is approximate, because other engines
-        use the directory, too."""
+        also use the directory."""
         if self._used_bytes + size_bytes > self._max_bytes:
             return False
         self._used_bytes += size_bytes

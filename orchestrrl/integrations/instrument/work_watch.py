@@ -229,8 +229,8 @@ class DeviceWatch:
         return event
 
     def _begun_ns(self, entry: _Pending) -> int:
-        """Return the host time of an operation's start event in nanoseconds, clamped between the issue of the operation
-        and now."""
+        """Return the host time of an operation's start event in nanoseconds, limited to the interval from the issue of
+        the operation to the current time."""
         now_ns = self._clock_ns()
         device = self._cuda.current_device()
         anchor = self._anchors.get(device)

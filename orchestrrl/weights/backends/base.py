@@ -126,8 +126,8 @@ class DirectBackend(Protocol):
     """A backend whose trainer sends weights directly into engines; one instance per process.
 
     Construction opens no connections and imports only OrchestrRL. The daemon keeps one instance for its lifetime, so
-    that process groups of trainer and engines can serve many versions; it calls `forget` after a failed sync. A version
-    cannot be installed again without the trainer."""
+    that process groups of trainer and engines can be used for many versions. After a failed sync, it calls `forget`. A
+    version cannot be installed again without the trainer."""
 
     def faults(self, publication: Publication) -> list[str]:
         """Return the faults of a publication, each as `path: fault`. Has no side effects."""

@@ -165,7 +165,7 @@ class RankShares:
             raise Permanent(f"backend checkpoint_engine has no step {step.step!r} in the trainer")
 
     def close(self) -> None:
-        """Release the pinned memory of the registered version. The next version cannot be registered before."""
+        """Release the pinned memory of the registered version. The next version can be registered only after that."""
         registered, self._registered = self._registered, None
         if registered is not None:
             self._server.unregister_checkpoint(registered)

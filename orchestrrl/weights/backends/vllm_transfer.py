@@ -200,7 +200,7 @@ class VllmSender:
         self._init_class()
 
     def use(self, model: Any, options: SenderOptions) -> None:
-        """Send the tensors of this model from now on. The process group is kept."""
+        """Send the tensors of this model for the next versions. The process group is kept."""
         self._options = options
         self._tensors, self._metas = named_tensors(model, options.dtype, options.rename, options.ignore)
 

@@ -349,8 +349,9 @@ class SyncActions:
         await self._notify_all(lambda _: orders.EndEdges(version))
 
     async def keep(self, *, but: int | None = None) -> None:
-        """Have peers discard all versions except the fleet's, those of open syncs, and newer ones that trainers staged.
-        If `but` is given, have them discard only that version, unless another open sync has the same number."""
+        """Have peers discard all versions except the fleet's version, the versions of open syncs, and newer versions
+        that trainers have staged. If `but` is given, have them discard only that version, unless another open sync has
+        the same number."""
         committed = self.book.fleet.version
         wanted = [record.report.version for record in self.book.open.values()]
         if committed == but or sum(version == but for version in wanted) > 1:

@@ -94,9 +94,9 @@ class TreeTransfer:
             raise SyncFailed("trainer_lost", f"peers of the trainer are not attached: {', '.join(away)}")
 
     async def _held(self, receivers: Collection[PeerId]) -> dict[PeerId, HeldVersion]:
-        """Return the bytes that receivers have from an earlier attempt, and those of other peers that have all of their
-        bytes. Return {} if a peer with staged parts is detached. Also return {} if a receiver is new or its share has
-        changed, because the existing shards then do not match the share."""
+        """Return the bytes that receivers have from an earlier attempt, and the bytes of other peers whose parts are
+        complete. Return {} if a peer with staged parts is detached. Also return {} if a receiver is new or its share
+        has changed, because the existing shards then do not match the share."""
         there, before = self._acts.hub.attached(), self._carried
         if before is None or any(there[peer].share != before.shares.get(peer) for peer in there.keys() & receivers):
             return {}

@@ -340,7 +340,8 @@ class Installing:
             acts.fence.set_version(sorted(unknown), committed.version, "have the previous weights")
 
     def _report_as_before(self, reported: Mapping[EngineId, int]) -> None:
-        """Report the versions of unchanged engines to the barrier again. These versions are not from a weight sync."""
+        """Report to the barrier again the versions that unchanged engines had before the sync. These versions do not
+        come from a weight sync."""
         acts = self._acts
         unknown = {e: v for e, v in reported.items() if e not in acts.fence.state.versions and e not in acts.stale}
         for version in sorted(set(unknown.values())):

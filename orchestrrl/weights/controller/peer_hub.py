@@ -261,7 +261,8 @@ class PeerHub:
             raise LimitReached(f"id: {limit}, got {shorten(peer)} in addition")
 
     def _without_others(self, peer: Peer) -> Peer:
-        """Return the peer without assigned engines that now belong to another peer; its new assignment follows."""
+        """Return the peer without its assigned engines that now belong to another peer. The daemon sends the peer a new
+        assignment afterwards."""
         others = (other for id, other in self.attached().items() if id != peer.id)
         return _yielding(peer, {each.engine for other in others for each in other.engines})
 

@@ -75,7 +75,7 @@ class SyncProfile:
 
     @property
     def carried_gbps(self) -> float | None:
-        """Return the total rate of all edges during the transfer, or None without a transfer."""
+        """Return the total rate of all edges during the transfer. Return None if there was no transfer."""
         return self.report.carried_bytes * 8e-9 / self.transfer_s if self.transfer_s > 0 else None
 
     @property

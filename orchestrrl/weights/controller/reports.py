@@ -98,7 +98,7 @@ class EdgeTime:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """The report on one sync. `code` is one of a fixed set of codes, `detail` is free text.
+    """The report on one sync. `code` is one of a fixed set of codes, and `detail` is free text.
 
     | state | codes |
     |---|---|

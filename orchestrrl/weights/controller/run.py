@@ -131,7 +131,7 @@ class SyncRun(Description[SyncStep]):
 
     @property
     def takes_closed_barrier(self) -> bool:
-        """Return whether the sync uses, or could use now, a barrier that another holder has closed."""
+        """Return whether the sync uses a barrier that another holder has closed, or can use one at present."""
         return self._borrowed is not None or (self._waits_for_barrier and self._stop is None)
 
     async def borrow(self, until_s: float, may_probe: bool) -> tuple[int | None, tuple[EngineId, ...]]:

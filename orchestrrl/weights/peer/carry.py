@@ -162,8 +162,8 @@ class ThreadedCarrier:
         wire.send(self._linked(run, partial(dial, run.edge.address, run.link_key)), run)
 
     def _receive(self, run: EdgeRun) -> None:
-        """Receive the edge's bytes. If the first link breaks before a byte has arrived, accept another link. The reason
-        is that the sender's dial may have timed out just as it was accepted; the sender then dials again."""
+        """Receive the edge's bytes. If the first link breaks before a byte has arrived, accept another link. The
+        sender's dial may have timed out just as it was accepted, and the sender then dials again."""
         accept = self._transports[run.edge.transport].accept
         until_s: float | None = None
         while True:

@@ -389,8 +389,8 @@ class StagedVersion:
         state.changed.notify_all()
 
     def _completed(self, state: _Shard, offset: int, size: int) -> list[int]:
-        """Return the blocks that are complete with these bytes, which may have been present before. The caller holds
-        the shard's lock."""
+        """Return the blocks that are complete after these bytes have arrived. Some of these bytes may have been present
+        earlier. The caller holds the shard's lock."""
         found = []
         for block in range(offset // self.map.block_bytes, -(-(offset + size) // self.map.block_bytes)):
             first, length = self._range(state, block)

@@ -72,9 +72,9 @@ class VersionStore:
             self._find(version)
 
     def open(self, order: OpenVersion) -> StagedVersion:
-        """Open a version with its stored bytes. A version that is already open stays open if at most its checksums have
-        changed; else it is opened again from its files. Raises ProblemFaults if the map is inconsistent, Retryable if
-        the version will fit after others are discarded, and Permanent if the version cannot be stored."""
+        """Open a version with its stored bytes. A version that is already open stays open if nothing but its checksums
+        has changed. Otherwise it is opened again from its files. Raises ProblemFaults if the map is inconsistent,
+        Retryable if the version will fit after others are discarded, and Permanent if the version cannot be stored."""
         if faults := _faults(order):
             raise ProblemFaults(faults)
         with self._changing:

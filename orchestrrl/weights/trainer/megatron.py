@@ -28,9 +28,9 @@ _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
 
 @dataclass(frozen=True, slots=True)
 class MegatronShards:
-    """The model, its parallel layout, and the rank whose tensors are published. If `layers` is "stage", as in Megatron,
-    layer numbers in names start from 0 on each stage (across its chunks); if it is "model", they are those of the whole
-    model."""
+    """The model, its parallel layout, and the rank whose tensors are published. If `layers` is "stage", the layer
+    numbers in names start from 0 on each stage, across its chunks, as in Megatron. If `layers` is "model", the layers
+    of the whole model are numbered consecutively."""
 
     model: TransformerParameters
     layout: TrainerLayout
@@ -68,7 +68,7 @@ def megatron_pieces(
 
 def _through_the_model(chunks: Sequence[Mapping[str, Any]], shards: MegatronShards) -> dict[str, Any]:
     """Return all tensors by name, with the layer numbers of the whole model. Raises Permanent if a layer number exceeds
-    those of the stage."""
+    the number of layers of the stage."""
     layout = shards.layout
     stage = shards.rank // (len(layout.endpoints) // layout.pp)
     layers = [layer for layer in range(shards.model.layers) if stage in layout.stages(layer)]

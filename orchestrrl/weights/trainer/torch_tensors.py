@@ -34,10 +34,10 @@ def pieces_of(
 ) -> list[TensorPiece]:
     """Return this rank's pieces of a module, or of a state dict with whole tensors and DTensors, without gathering.
 
-    Floating-point tensors are published as `dtype` ("bf16" or torch.bfloat16). With `tied="once"`, a tensor with
-    several names is published only under the first, as Hugging Face saves it; with "each", under every name. `ignore`
-    lists the tensors to leave out, by name or by a name prefix that ends in a dot. Raises Permanent, listing the
-    tensors, if tensors cannot be published.
+    Floating-point tensors are published as `dtype` ("bf16" or torch.bfloat16). If `tied` is "once", a tensor with
+    several names is published only under the first name, as Hugging Face saves it. If `tied` is "each", it is published
+    under every name. `ignore` lists the tensors to leave out, by name or by a name prefix that ends in a dot. Raises
+    Permanent, listing the tensors, if tensors cannot be published.
     """
     pieces: list[TensorPiece] = []
     for name, tensor, local in _publishable(model, tied, rename, ignore):

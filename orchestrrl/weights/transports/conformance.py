@@ -69,8 +69,8 @@ class TwoPeers:
     def exchange(
         self, link: tuple[OutgoingLink, IncomingLink], chunks: Sequence[bytes], *, closes: bool = False
     ) -> None:
-        """Send chunks and check that they arrive unchanged and in order. With `closes`, the sender closes the link as
-        soon as it has sent the chunks."""
+        """Send chunks and check that they arrive unchanged and in order. If `closes` is set, the sender closes the link
+        as soon as it has sent the chunks."""
 
         def send() -> None:
             send_all(link[0], chunks)

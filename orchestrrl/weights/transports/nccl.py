@@ -1,8 +1,7 @@
 """The NCCL transport of torch.distributed, for hosts with GPUs. Chunks are copied through GPU memory.
 
-It was written without access to a GPU: construction, errors and the part shared with gloo (groups.py) are tested; a
-transfer between two GPUs is not. NCCL refuses two ranks on one GPU, so such a test needs two processes with one GPU
-each.
+Construction, errors and the part shared with gloo (groups.py) are tested. A transfer between two GPUs has not been
+tested. Such a test needs two processes with one GPU each, because NCCL refuses two ranks on one GPU.
 
 A chunk has a buffer on the GPU from its start until the caller has waited for it, so a link with two chunks and a small
 message in flight has three buffers. A receive is a kernel that runs until its bytes have arrived; each link has its own

@@ -44,8 +44,8 @@ class EngineCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class EngineSample:
-    """One sample of an engine's metrics. Totals are counters since the engine's start. Prompt tokens whose KV was
-    loaded are not part of `prompt_tokens_total`. The agent adds the times and the decode rate (agent/watch.py)."""
+    """One sample of an engine's metrics. Totals are counters since the engine's start. `prompt_tokens_total` excludes
+    prompt tokens whose KV was loaded. The agent adds the times and the decode rate (agent/watch.py)."""
 
     running: int
     waiting: int
@@ -85,7 +85,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of an answer. The last chunk of a stream has a finish_reason. If a stream ends without one, the
+    """A part of an answer. The last chunk of a stream has a finish_reason. If a stream ends without such a chunk, the
     implementation raises OutcomeUnknown."""
 
     token_ids: tuple[int, ...] = ()
@@ -241,7 +241,7 @@ class TransferEngine(Protocol):
         ...
 
     async def begin(self) -> None:
-        """Begin a transfer by a mechanism other than the product's own: `call_workers` then calls a method of all
+        """Begin a transfer that does not use the product's own mechanism. `call_workers` then calls a method of all
         workers, and `end` replaces `finish`."""
         ...
 
@@ -269,7 +269,8 @@ ENGINES = PlugPoint(
 
 
 def connect(name: str, url: str, **options: Any) -> Engine:
-    """Return a client of engine product `name` at `url`. Raises Permanent, listing the products, if it is unknown."""
+    """Return a client of engine product `name` at `url`. Raises Permanent, listing the known products, if `name` is
+    unknown."""
     engine: Engine = ENGINES.load(name)(url, **options)
     return engine
 

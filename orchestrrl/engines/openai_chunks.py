@@ -24,7 +24,8 @@ MOST_LINE_BYTES = 128 << 20  # fits the ids of a prompt of ten million tokens; b
 
 class ServerSentEvents:
     """Splits a byte stream into the contents of its `data:` lines. Comments (keep-alives) and other fields are skipped.
-    A line may be long: a long prompt's ids take hundreds of kilobytes. An incomplete last line is never returned."""
+    A line may have hundreds of kilobytes, for example if it contains the ids of a long prompt. An incomplete last line
+    is never returned."""
 
     def __init__(self) -> None:
         self._pending: list[bytes] = []  # parts of an incomplete line
@@ -65,9 +66,9 @@ class ChunkReader:
 
     def read_on(self, events: Sequence[bytes], at: int) -> tuple[Chunk | None, int]:
         """Return the chunk that starts at `events[at]`, and the index after it. Consecutive plain events become one
-        chunk, as in vLLM when its sender lags. The chunk equals that of `parse_chunk`, except that `raw` is omitted for
-        plain events. Raises StreamError for an error event, and ValueError, KeyError, IndexError, TypeError or
-        AttributeError for a malformed event."""
+        chunk; vLLM also merges events when its sender lags. The chunk equals that of `parse_chunk`, except that `raw`
+        is omitted for plain events. Raises StreamError for an error event, and ValueError, KeyError, IndexError,
+        TypeError or AttributeError for a malformed event."""
         first = self._framed(events[at])
         if first is None:
             return self._parsed(events[at]), at + 1

@@ -166,7 +166,7 @@ def is_asleep(metrics_page: str) -> bool:
 
 
 def _replicas_served(parallel: Mapping[str, Any]) -> int:
-    """Return the number of data-parallel replicas of this server: all replicas of the deployment, unless a load
-    balancer distributes requests over several servers."""
+    """Return the number of data-parallel replicas of this server. A server has all replicas of the deployment, unless a
+    load balancer distributes requests over several servers."""
     outside = parallel.get("data_parallel_external_lb") or parallel.get("data_parallel_hybrid_lb")
     return int(parallel.get("data_parallel_size_local" if outside else "data_parallel_size") or 1)

@@ -119,7 +119,7 @@ class ManagedVllm:
         return next((str(model["id"]) for model in await self.served()), "")
 
     async def served(self) -> list[dict[str, Any]]:
-        """Return the entries of /v1/models, each with an `id`; the served model is the first."""
+        """Return the entries of /v1/models. Each entry has an `id`, and the first entry is the served model."""
         answer = await self.ask("GET", "/v1/models")
         with self.reading("/v1/models"):
             return [{**model, "id": str(model["id"])} for model in answer["data"]]

@@ -93,7 +93,7 @@ class EngineAttempt:
 
     async def run(self, request: GenerationRequest, on_chunk: Callable[[Chunk], None]) -> bool:
         """Append chunks to the record until the answer ends, and return True. `on_chunk` is called with each chunk.
-        Returns False if the engine aborted the request, or the answer must start over.
+        Returns False if the engine aborted the request or the answer must start over.
 
         Raises the errors of the engine's client if the engine fails, and OutcomeUnknown if the stream ends without a
         finish_reason.

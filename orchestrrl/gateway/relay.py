@@ -413,8 +413,8 @@ class RequestRelay:
                 self.record.forget_answer()
 
     def _after_refusal(self, backend: EngineBackend, refusal: RequestRefused) -> None:
-        """Handle an engine's refusal. The request fails, unless a move brought it to this engine, or it has already run
-        on another engine and may be accepted elsewhere."""
+        """Handle an engine's refusal. The request fails, with two exceptions: a move brought it to this engine, or it
+        has already run on another engine and may be accepted elsewhere."""
         self._refused_by.add(backend.id)
         others = any(other.routed and other.id not in self._refused_by for other in self._fleet)
         if self._move is not None and self._move.target is backend:
@@ -433,7 +433,8 @@ class RequestRelay:
         self._back_off(backend, str(error), error.after_s if isinstance(error, Retryable) else 0.0)
 
     def _after_shortage(self, shortage: NoConnection) -> None:
-        """Wait for a connection. The engine is not suspected: connections become free when other requests end."""
+        """Wait for a connection. The engine is not marked as suspected dead, because connections become free when other
+        requests end."""
         if self._move is not None and self._move.submitted:
             self._back_to = self._move.source
             self._answer_move(done=False, detail=str(shortage))
@@ -509,8 +510,8 @@ class RequestRelay:
         task.cancel()
 
     async def _computes(self, backend: EngineBackend) -> bool:
-        """Return whether the engine has computed tokens since the last call. The progress of a non-streamed answer
-        itself is not visible."""
+        """Return whether the engine has computed tokens since the last call. The tokens of other requests are counted
+        because the progress of a non-streamed answer is not visible."""
         metrics = await backend.engine.metrics()
         before, computed = self._computed_before, metrics.generation_tokens_total + metrics.prompt_tokens_total
         self._computed_before = computed

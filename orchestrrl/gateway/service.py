@@ -96,8 +96,8 @@ async def serve(
     stop_on: int | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, or until the file descriptor `stop_on` is readable, then drain. `ready` is called
-    with the URLs of the trainers' listener and of the operator API. With a `place`, these URLs reach only this process,
-    which also listens on the shared port."""
+    with the URLs of the trainers' listener and of the operator API. If `place` is given, these URLs reach only this
+    process, which also listens on the shared port."""
     # A request needs two connections, and the usual soft limit of 1,024 descriptors is too low.
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))

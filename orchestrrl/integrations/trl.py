@@ -83,8 +83,8 @@ class GatewayRollout:
         """Generate completions for a batch; return TRL's fields `prompt_ids`, `completion_ids` and `logprobs`, each
         with one list per prompt.
 
-        Raises Permanent for unsupported requests, Refused if an engine rejects a request, and Retryable if neither the
-        gateway nor an engine has answered for a minute.
+        Raises Permanent if a request is unsupported, Refused if an engine rejects a request, and Retryable if neither
+        the gateway nor an engine has answered for a minute.
         """
         has_way = self._sync is not None or self._weights_dir is not None
         if has_way and trainer.state.global_step != self._synced_step:
@@ -165,7 +165,7 @@ class GatewayRollout:
 
 
 def tokenize(prompts: list[Any], trainer: GrpoTrainer) -> list[list[int]]:
-    """Return the token ids of text prompts or conversations, by the trainer's tokenizer and chat template."""
+    """Return the token ids of text prompts or conversations, using the trainer's tokenizer and chat template."""
     if trainer.tools:
         raise Permanent("tools: not supported, TRL does not use rollout_func for the turns after a tool call")
     if isinstance(prompts[0], str):

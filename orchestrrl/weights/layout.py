@@ -85,8 +85,8 @@ class SourceFile:
 
 
 class ByteRun(NamedTuple):
-    """`times` rows of `length` bytes. In the file they begin at `start`, `stride` bytes apart; in the requested range
-    they begin at `at`, `period` bytes apart."""
+    """A run of `times` rows of `length` bytes each. In the file, the first row begins at `start`, and rows are `stride`
+    bytes apart. In the requested range, the first row begins at `at`, and rows are `period` bytes apart."""
 
     at: int
     file: int
@@ -192,8 +192,8 @@ def locate(shard: ShardMap, tensors: Mapping[str, TensorMeta], sources: Sequence
 
 
 def _without(box: Box, hole: Box) -> Iterator[Box]:
-    """Yield boxes that cover the part of `box` outside `hole`, split axis by axis; the whole `box` if it does not
-    overlap `hole`."""
+    """Yield boxes that cover the part of `box` outside `hole`, split axis by axis. If `box` does not overlap `hole`,
+    yield the whole `box`."""
     if overlap(box, hole) is None:
         yield box
         return

@@ -53,8 +53,8 @@ class SumShards:
 @dataclass(frozen=True, slots=True)
 class CarryEdges:
     """An order to start these edges, in addition to the running edges. A peer starts its edges of a wave after its
-    edges of earlier waves have ended, and forwards bytes as soon as it has received them. The result is sent at once;
-    progress is reported in `EdgeEvent`s."""
+    edges of earlier waves have ended, and forwards bytes as soon as it has received them. The peer sends the result at
+    once, and later reports progress in `EdgeEvent`s."""
 
     version: int
     edges: tuple[CarryEdge, ...]
@@ -185,8 +185,8 @@ class PeerOrder:
 
     @property
     def valid_until_s(self) -> None:
-        """Return None, because the delivery of an order has no deadline. An order with a deadline contains it as a
-        field."""
+        """Return None, because the delivery of an order has no deadline. If an order must be carried out by a deadline,
+        the order contains the deadline as a field."""
 
     def by_clock(self, ahead_s: float) -> "PeerOrder":
         """Return the order with its deadline converted from the daemon's clock to a clock that is `ahead_s` ahead of

@@ -52,8 +52,8 @@ def roofline(deployments: Sequence[MeasuredDeployment]) -> list[ScoredPrediction
 
 
 def ratio_errors(scored: Iterable[ScoredPrediction]) -> list[tuple[tuple[int, int], float]]:
-    """Return the TPs and the error of each pair of deployments that differ only in TP. The error is the relative error
-    of the predicted ratio of TPOT at the smaller TP to TPOT at the larger."""
+    """For each pair of deployments that differ only in TP, return the two TPs and an error. It is the relative error of
+    the predicted ratio between the TPOT at the smaller TP and the TPOT at the larger TP."""
     groups: dict[object, list[ScoredPrediction]] = defaultdict(list)
     for row in sorted(scored, key=lambda row: row.deployment.tp):
         groups[row.deployment.but_for_tp()].append(row)

@@ -65,7 +65,8 @@ class MeasuredDeployment:
         return running_sequences(self.load, kv_capacity_tokens(self.model, self.gpu, self.parallelism, self.precision))
 
     def but_for_tp(self) -> tuple[str | float | None, ...]:
-        """Return a key that is equal for rows that differ only in TP and in the resulting split of experts."""
+        """Return a key that is equal for all rows that differ only in TP and in the split of experts that results from
+        TP."""
         same = ("isl", "osl", "batch_size", "pp_size", "attention_dp_size")
         return (*(self.texts[name] for name in TEXTS), *(self.numbers.get(name) for name in same))
 

@@ -159,8 +159,8 @@ class PauseEndpoints:
         return await self._shown()
 
     def _remember(self, version: int | None, source: str) -> None:
-        """Store the folder of the newest version's weights. A newer version without a folder clears the stored
-        folder."""
+        """Store the folder of the newest version's weights. If a newer version has no folder, the stored folder is
+        cleared."""
         newest = self._gateway.barrier.report().policy_version
         known_version, known = self._set_source
         given = source if version in (None, newest) else ""

@@ -13,7 +13,8 @@ from planner.model import EngineHealth, RequestId, RequestState
 
 @dataclass(slots=True, kw_only=True)
 class EngineBackend(EngineLoad):
-    """One engine and the gateway's requests on it. It extends EngineLoad because routing reads every engine's load."""
+    """One engine and the gateway's requests on it. The class extends EngineLoad because routing reads the load of every
+    engine."""
 
     engine: Engine
     route: EngineRoute

@@ -33,8 +33,8 @@ class QueuedRequest:
 
 
 class RequestQueue:
-    """The waiting requests, in two first-come, first-served lines. `next` offers places to the requests in the order of
-    the queue."""
+    """The waiting requests, in two first-come, first-served lines. `next` offers places to the requests in this
+    order."""
 
     def __init__(self) -> None:
         self._again: OrderedDict[QueuedRequest, None] = OrderedDict()

@@ -25,7 +25,8 @@ _MASK = (1 << 64) - 1
 
 @dataclass(slots=True)
 class EngineLoad:
-    """The current load of one engine. Counts are the gateway's own. A capacity or sequence limit of 0 means unknown."""
+    """The current load of one engine. The counts include only the requests of this gateway. A capacity or sequence
+    limit of 0 means unknown."""
 
     id: EngineId
     running: int = 0
@@ -118,8 +119,8 @@ def ranks(loads: Sequence[EngineLoad], context_tokens: int) -> list[tuple[bool, 
 
 
 def within(snapshot: RoutingSnapshot[L]) -> list[L]:
-    """Return the engines that exceed their share of requests by at most `AFFINITY_SLACK` and `slack` requests. If any
-    engine has KV room, only engines with KV room are returned.
+    """Return the engines that exceed their share of requests by at most the fraction `AFFINITY_SLACK` plus `slack`
+    requests. If any engine has KV room, only engines with KV room are returned.
 
     An engine's share is the number of requests with which it would be as loaded as the least loaded engine.
     """
@@ -207,8 +208,8 @@ def prefix_of(group: str, body: Mapping[str, Any]) -> int:
 
 
 def score(prefix: int, engine: str) -> int:
-    """Return the prefix's preference for an engine: the finaliser of splitmix64 applied to both. The finaliser is a
-    permutation, so engines whose digests differ never tie."""
+    """Return the prefix's preference for an engine. It is computed by applying the finaliser of splitmix64 to both. The
+    finaliser is a permutation, so engines whose digests differ never tie."""
     mixed = prefix ^ _engine_digest(engine)
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & _MASK

@@ -251,7 +251,7 @@ class KvTransferScheduler:
 
 
 def _continued(found: kv_entries.KvEntryContents, token_ids: Sequence[int]) -> int:
-    """Return the number of these tokens whose KV can be taken from the entry, at most all but the last. Raises
+    """Return the number of tokens whose KV can be taken from the entry. The last token is never included. Raises
     UnusableEntry if the token sequences diverge."""
     common = min(len(found.token_ids), len(token_ids))
     if found.token_ids[:common] != array("I", islice(token_ids, common)):

@@ -131,7 +131,7 @@ def current() -> Recorder | None:
 
 @contextlib.contextmanager
 def mark(name: str) -> Iterator[None]:
-    """Mark the enclosed code with the name of a trainer phase: `forward`, `backward`, `optimizer`, `weight_send`."""
+    """Mark the enclosed code with the name of a trainer phase: `forward`, `backward`, `optimizer` or `weight_send`."""
     writer = _writing()
     sequence = writer.mark(name) if writer else 0
     try:

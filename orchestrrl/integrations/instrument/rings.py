@@ -293,7 +293,8 @@ class RingWriter:
         self._leave()
 
     def _leave(self) -> None:
-        """Redirect later writes to private memory, because a collective may end after recording has stopped."""
+        """Redirect all later writes to private memory. Such writes occur because a collective may end after recording
+        has stopped."""
         if self._file < 0:
             return
         map_, words = self._map, self._words

@@ -130,7 +130,7 @@ class DirectBackend(Protocol):
     version cannot be installed again without the trainer."""
 
     def faults(self, publication: Publication) -> list[str]:
-        """Return the faults of a publication, each as `path: fault`. Has no side effects."""
+        """Return the faults of a publication, each as `path: fault`, without side effects."""
         ...
 
     async def prepare(self, sync: DirectSync) -> None:

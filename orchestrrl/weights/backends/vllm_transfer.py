@@ -161,8 +161,8 @@ class VllmTransferBackend:
 
 
 async def _listens(init_info: Mapping[str, Any], within_s: float) -> None:
-    """Wait until the trainer listens. Raises Permanent if it does not listen within `within_s`, because workers that
-    join would block for minutes and answer no calls."""
+    """Wait until the trainer listens. Raises Permanent if the trainer does not listen within `within_s`, because
+    workers that join would then block for minutes without answering calls."""
     host, port = init_info.get("master_address"), init_info.get("master_port")
     if host is None or port is None:  # the backend uses another rendezvous
         return

@@ -65,7 +65,8 @@ class FleetFence(Protocol):
     def state(self) -> FleetVersions: ...
 
     def is_manned(self) -> bool:
-        """Return whether a gateway is attached. Gateways pause the engines; without a gateway, peers do."""
+        """Return whether a gateway is attached. If a gateway is attached, gateways pause the engines; otherwise peers
+        pause them."""
         ...
 
     async def pause(self, holder: str, *, empty: bool, lease_s: float, deadline_s: float) -> str:
@@ -80,7 +81,8 @@ class FleetFence(Protocol):
     def set_version(self, engines: Collection[EngineId], version: int, reason: str) -> None: ...
 
     def forget(self, engines: Collection[EngineId], why: str) -> None:
-        """Mark the versions of these engines as unknown. If the fleet has a version, they then receive no requests."""
+        """Mark the versions of these engines as unknown. If the fleet has a version, these engines then receive no
+        requests."""
         ...
 
 
@@ -245,7 +247,7 @@ class SyncActions:
         self, peer: PeerId, order: Order, within_s: float, code: str, engine: EngineId | None = None
     ) -> PeerResult:
         """Send an order and return its result. Raises SyncFailed if the order is not done. The next attempt then leaves
-        out `engine` or, if it is None, all engines that need the peer's bytes."""
+        out `engine` or, if `engine` is None, all engines that need the peer's bytes."""
         try:
             result = await self.hub.send_order(peer, order, within_s, self.settings.patience_s)
         except OrchestrRLError as error:
@@ -323,7 +325,7 @@ class SyncActions:
     async def try_each(
         self, engines: Iterable[EngineId], act: Callable[[EngineId], Awaitable[object]]
     ) -> dict[EngineId, str]:
-        """Perform `act` on each engine; return the engines for which it failed, with the reason."""
+        """Perform `act` on each engine; return the engines for which it failed, with the reasons."""
         failed: dict[EngineId, str] = {}
 
         async def one(engine: EngineId) -> None:

@@ -129,8 +129,8 @@ class WeightSync:
         return record.id
 
     def _backend(self, publication: Publication) -> DirectBackend | None:
-        """Return the direct backend of a publication; None for the tree, and for an unknown name, which `_faults`
-        reports. Raises ProblemFaults if the backend cannot be created."""
+        """Return the direct backend of a publication. Return None for the tree backend, and for an unknown name, which
+        `_faults` reports. Raises ProblemFaults if the backend cannot be created."""
         if publication.backend == TREE or publication.backend not in BACKENDS:
             return None
         try:

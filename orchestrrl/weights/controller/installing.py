@@ -102,7 +102,8 @@ class Installing:
         return "" if self._direct is not None else acts.hub.why_not_whole(engine)
 
     def update(self, attempt: SyncAttempt) -> None:
-        """Remove targets that have left the fleet, and add engines that have joined it and whose peers have the bytes.
+        """Remove targets that have left the fleet, and add engines that have joined the fleet and whose peers have the
+        bytes.
 
         Raises SyncFailed if no target is left."""
         hub, there = self._acts.hub, self._acts.engines()

@@ -76,8 +76,8 @@ class PeerStream:
 
 
 class PeerHub:
-    """All peers of one daemon. `generation` is the generation of the daemon's journal. Orders wait up to `patience_s`
-    for a detached peer."""
+    """The peers of one daemon, and the delivery of orders to them. `generation` is the generation of the daemon's
+    journal. Orders wait up to `patience_s` for a detached peer."""
 
     def __init__(self, clock: Clock, generation: int, patience_s: float = 30.0, most_peers: int = 8192) -> None:
         self._most_peers = most_peers

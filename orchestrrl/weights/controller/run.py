@@ -124,7 +124,7 @@ class SyncRun(Description[SyncStep]):
                 self._operation.call_off(why)
 
     def install_now(self) -> None:
-        """Install without waiting for the next pause. Raises Permanent if the version is not prepared."""
+        """Install the version without waiting for the next pause. Raises Permanent if the version is not prepared."""
         if self.sync_record.report.state is not SyncState.PREPARED:
             raise Permanent(f"weight sync {self.id} is {self.sync_record.report.state}: nothing waits to be installed")
         self._may_install.set()

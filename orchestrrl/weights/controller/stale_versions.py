@@ -25,11 +25,12 @@ class StaleVersions:
         self._of[engine] = next(self._numbers)
 
     def of(self, engine: EngineId) -> int | None:
-        """Return the number of the engine's last restart, or None. The caller reads it before it queries the engine."""
+        """Return the number of the engine's last restart, or None if its version is not stale. The caller reads the
+        number before it queries the engine."""
         return self._of.get(engine)
 
     def dispel(self, engine: EngineId, doubt: int | None) -> None:
-        """Mark the version as known after a query, unless the engine has restarted again. `doubt` is the number of the
-        last restart, read before the query."""
+        """Mark the engine's version as known after a query, unless the engine has restarted again. `doubt` is the
+        number of the last restart, which the caller has read before the query."""
         if doubt is not None and self._of.get(engine) == doubt:
             del self._of[engine]

@@ -181,7 +181,7 @@ class ThreadedCarrier:
 
     def _linked(self, run: EdgeRun, ask: Callable[[float], L], until_s: float | None = None) -> L:
         """Return the edge's link once the other endpoint has connected. Raises NotYet if it has not connected by
-        `until_s`, a time of the monotonic clock; None waits without limit."""
+        `until_s`, a time of the monotonic clock. If `until_s` is None, wait without limit."""
         while True:
             run.pause()
             try:

@@ -417,7 +417,7 @@ def _blocks(state: _Shard) -> Iterator[_Block]:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Return the inode and modification time of a file, which identify its content: a trainer that stages again
+    """Return the inode and modification time of a file. They identify its content, because a trainer that stages again
     replaces the file by a rename. Return (-1, -1) if the file cannot be read."""
     try:
         status = path.stat()

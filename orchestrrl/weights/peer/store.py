@@ -219,7 +219,7 @@ def _faults(order: OpenVersion) -> list[str]:
 
 def _lock(folder: Path) -> int:
     """Lock the folder until `close` or the end of the process; return the descriptor of the lock. Raises Permanent if
-    the folder cannot be used, another peer uses it, or it is a link or belongs to another user, which is possible in a
+    the folder cannot be used, another peer uses it, or it is a link or belongs to another user, as is possible in a
     world-writable parent."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -260,8 +260,8 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _discard(folder: Path, *, with_parts: bool = True) -> None:
-    """Delete the peer's files in a version's folder. If `with_parts`, also delete staged parts, and the folder if it is
-    then empty."""
+    """Delete the peer's files in a version's folder. If `with_parts` is set, also delete the staged parts, and the
+    folder if it is then empty."""
     ours = [MODEL_FILE, STATE_FILE, f".{STATE_FILE}.*"]
     if with_parts:
         ours += ["part-*.safetensors", ".part-*.safetensors.*"]

@@ -141,7 +141,7 @@ class WeightsClient:
     `peer` and `folder` are the id and the folder of the peer on this rank's host; the default folder is the peer's
     default. `rank` is the index of this rank among the `world` publishing ranks. Both must agree with
     torch.distributed, if it runs; pass `group` if only some ranks publish. `run` identifies this start of the trainer
-    and must be equal on all ranks; it is needed only without torch.distributed. `dtype` is the default for
+    and must be equal on all ranks. It is needed only if torch.distributed does not run. `dtype` is the default for
     floating-point tensors. Publishing fails if the daemon is unreachable for more than `patience_s`.
     """
 
@@ -191,7 +191,7 @@ class WeightsClient:
         return self.start_publish(version, model, **options).result()
 
     def start_publish(self, version: int, model: Any, **options: Unpack[ModelOptions]) -> PublishInProgress:
-        """Start to publish like `publish`, but return as soon as the model may change again."""
+        """Start to publish as `publish` does, but return as soon as the model may change again."""
         if (backend := options.get("backend", TREE)) != TREE:
             raise Permanent(f"backend {backend!r} sends from the trainer's process: call publish, which blocks")
         began_s = self._begun()

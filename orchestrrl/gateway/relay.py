@@ -413,8 +413,8 @@ class RequestRelay:
                 self.record.forget_answer()
 
     def _after_refusal(self, backend: EngineBackend, refusal: RequestRefused) -> None:
-        """Handle an engine's refusal. The request fails, with two exceptions: a move brought it to this engine, or it
-        has already run on another engine and may be accepted elsewhere."""
+        """Handle an engine's refusal. The request fails unless a move brought it to this engine, or unless it has
+        already run on another engine and may be accepted elsewhere."""
         self._refused_by.add(backend.id)
         others = any(other.routed and other.id not in self._refused_by for other in self._fleet)
         if self._move is not None and self._move.target is backend:
@@ -510,8 +510,8 @@ class RequestRelay:
         task.cancel()
 
     async def _computes(self, backend: EngineBackend) -> bool:
-        """Return whether the engine has computed tokens since the last call. The tokens of other requests are counted
-        because the progress of a non-streamed answer is not visible."""
+        """Return whether the engine has computed tokens since the last call. The engine's total is compared, because
+        the progress of a non-streamed answer is not visible."""
         metrics = await backend.engine.metrics()
         before, computed = self._computed_before, metrics.generation_tokens_total + metrics.prompt_tokens_total
         self._computed_before = computed

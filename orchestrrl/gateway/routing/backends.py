@@ -346,8 +346,8 @@ class EngineBackends:
 
     async def _expire_those_alone(self) -> None:
         """Fail queued requests whose patience has ended without an eligible engine. One task serves all queued
-        requests, so that a burst of thousands of requests needs only one timer. A request fails at most one percent
-        later than its patience ends."""
+        requests, so that a burst of thousands of requests needs only one timer. The delay after the end of a request's
+        patience is at most one percent of the patience."""
         try:
             while waiters := [waiter for waiter in self.queue if waiter.patience_s < float("inf")]:
                 now_s = self.clock.now_s()

@@ -208,8 +208,8 @@ def prefix_of(group: str, body: Mapping[str, Any]) -> int:
 
 
 def score(prefix: int, engine: str) -> int:
-    """Return the prefix's preference for an engine. It is computed by applying the finaliser of splitmix64 to both. The
-    finaliser is a permutation, so engines whose digests differ never tie."""
+    """Return the prefix's preference for an engine. It is the finaliser of splitmix64, applied to the XOR of the prefix
+    and the engine's digest. The finaliser is a permutation, so engines whose digests differ never tie."""
     mixed = prefix ^ _engine_digest(engine)
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & _MASK

@@ -251,8 +251,8 @@ class KvTransferScheduler:
 
 
 def _continued(found: kv_entries.KvEntryContents, token_ids: Sequence[int]) -> int:
-    """Return the number of tokens whose KV can be taken from the entry. The last token is never included. Raises
-    UnusableEntry if the token sequences diverge."""
+    """Return the number of leading tokens of `token_ids` whose KV can be taken from the entry. The last token of
+    `token_ids` is never included. Raises UnusableEntry if the token sequences diverge."""
     common = min(len(found.token_ids), len(token_ids))
     if found.token_ids[:common] != array("I", islice(token_ids, common)):
         raise kv_entries.UnusableEntry("it belongs to other tokens")

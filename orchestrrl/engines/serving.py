@@ -43,8 +43,8 @@ UNKNOWN_SERVING = ServingFacts()
 
 
 def model_from_config(name: str, document: object) -> Model | None:
-    """Return the model sizes from a Hugging Face `config.json`. None if a size is missing or out of range, or if the
-    kind of attention is not supported."""
+    """Return the model sizes from a Hugging Face `config.json`. Return None if a size is missing or out of range, or if
+    the kind of attention is not supported."""
     if not isinstance(document, dict):
         return None
     nested = document.get("text_config")  # multimodal models keep the language model's sizes there

@@ -74,8 +74,8 @@ class SyncProgress:
                 self._rates_gbps.setdefault((edge.dst, edge.shard), edge.rate_gbps)
 
     def rate_gbps(self, peer: PeerId, shard: str) -> float:
-        """Return the rate limit of the first edge to this peer and shard. Replacement edges use the same limit. 0 means
-        no limit."""
+        """Return the rate limit of the first edge to this peer and shard. Replacement edges use the same limit. The
+        value 0 means that there is no limit."""
         return self._rates_gbps.get((peer, shard), 0.0)
 
     def live_of(self, peer: PeerId) -> tuple[CarryEdge, ...]:

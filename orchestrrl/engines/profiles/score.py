@@ -52,8 +52,8 @@ def roofline(deployments: Sequence[MeasuredDeployment]) -> list[ScoredPrediction
 
 
 def ratio_errors(scored: Iterable[ScoredPrediction]) -> list[tuple[tuple[int, int], float]]:
-    """For each pair of deployments that differ only in TP, return the two TPs and an error. It is the relative error of
-    the predicted ratio between the TPOT at the smaller TP and the TPOT at the larger TP."""
+    """Return the two TPs and an error for each pair of deployments that differ only in TP. The error is the relative
+    error of the predicted ratio between the TPOT at the smaller TP and the TPOT at the larger TP."""
     groups: dict[object, list[ScoredPrediction]] = defaultdict(list)
     for row in sorted(scored, key=lambda row: row.deployment.tp):
         groups[row.deployment.but_for_tp()].append(row)
@@ -164,7 +164,8 @@ def _engines(deployments: Sequence[MeasuredDeployment]) -> list[list[MeasuredDep
 
 
 def _folds(engine: Sequence[MeasuredDeployment]) -> Iterator[tuple[list[MeasuredDeployment], list[MeasuredDeployment]]]:
-    """For each pair of prompt and output lengths, yield the rows with these lengths and the remaining rows."""
+    """Yield two lists for each pair of prompt and output lengths: the rows with these lengths, and the remaining
+    rows."""
     for lengths in sorted({_lengths(row) for row in engine}):
         held_out = [row for row in engine if _lengths(row) == lengths]
         yield held_out, [row for row in engine if _lengths(row) != lengths]

@@ -117,7 +117,8 @@ class Judged:
 
 
 class Optimum:
-    """Finds the optimal allocation among the allocations that are not worse than `least` in any criterion."""
+    """Finds the optimal allocation. Considers only allocations that are at least as good as `least` in every
+    criterion."""
 
     def __init__(self, problem: AllocationProblem, least: Judged) -> None:
         sent, ports = _both_ways(problem), {each: problem.usable_ports(each) for each in problem.ports}
@@ -166,8 +167,8 @@ class Optimum:
 
 
 def _both_ways(problem: AllocationProblem) -> Mapping[Pair, tuple[int, int]]:
-    """Return two numbers of bytes for each eligible pair with demand: that of the direction with more bytes, and the
-    sum of both directions."""
+    """Return two numbers of bytes for each eligible pair with demand: the larger of its two directions' numbers, and
+    the sum of both."""
     sent: dict[Pair, list[int]] = {}
     for (source, destination), sent_bytes in problem.demand.items():
         pair = pair_of(source, destination)

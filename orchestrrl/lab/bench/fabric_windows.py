@@ -1,5 +1,5 @@
-"""Measure the commits of circuits in the windows of a torch.distributed job: how many there are, whether they are
-inside a window, and their latency.
+"""Measure the commits of circuits in the windows of a torch.distributed job: their number, whether they are inside a
+window, and their latency.
 
 Eight gloo processes under a daemon, an agent and virtual switches (lab/demo/fabric_stack.py) take turns with eight
 processes without OrchestrRL. Afterwards, the recorders of all ranks show whether a collective was in flight during a

@@ -20,7 +20,7 @@ class Figure:
 
     @property
     def ratio(self) -> float | None:
-        """The value divided by the baseline; None if noise makes the baseline 0 or negative."""
+        """The value divided by the baseline. None if the measured baseline is 0 or negative because of noise."""
         return self.value / self.baseline_value if self.baseline_value > 0 else None
 
 

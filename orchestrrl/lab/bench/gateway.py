@@ -1,5 +1,5 @@
-"""Measure the gateway's CPU time, added latency and memory against plain proxies, routers and no proxy; and the cost of
-its ledger on disk.
+"""Measure the gateway's CPU time, added latency and memory, and compare them with plain proxies, routers and no proxy.
+Also measure the cost of its ledger on disk.
 
 One engine of minimal cost serves all paths in rotation, so that noise of the machine affects all paths alike. The
 gateway does more than a proxy: it requests a stream of token ids from the engine, stores every token of every request,

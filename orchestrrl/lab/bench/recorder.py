@@ -73,7 +73,8 @@ def recorder() -> list[Figure]:
 
 
 def _figure(form: str, size: int, wall_ns: list[list[float]], cpu_ns: list[list[float]]) -> Figure:
-    """Return the figure of one form of call. A round has three times: without, with, and again without the recorder."""
+    """Return the figure of one form of call. A round contains three times: one without the recorder, one with it, and
+    another one without it."""
     cpu_added_ns = median(recorded - (before + after) / 2 for before, recorded, after in cpu_ns)
     return Figure(
         f"recorder_{form}_{size}",

@@ -1,4 +1,4 @@
-"""Measure the CPU seconds that commands and processes need until they are ready, against those of starting Python
+"""Measure the CPU seconds that commands and processes need until they are ready. The baseline is the start of Python
 alone."""
 
 import asyncio

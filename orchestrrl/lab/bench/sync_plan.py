@@ -103,8 +103,8 @@ def timed(family: SyncFamily) -> tuple[SyncPlan, float]:
 
 
 def sync_plan() -> list[Figure]:
-    """Measure the family of regular sites with the worst ratio to its lower bound, and the planning time of the slowest
-    large site against the target time."""
+    """Measure the family of regular sites whose plans have the highest ratio of duration to lower bound. Also compare
+    the planning time of the slowest large site with the target time."""
     plans = {family: timed(family)[0] for family in FAMILIES}
     worst = max(plans, key=lambda family: plans[family].estimate_s / plans[family].lower_bound_s)
     found = plans[worst]

@@ -59,8 +59,8 @@ def balancer_tick() -> list[Figure]:
 
 
 def fast_tick() -> list[Figure]:
-    """Measure all decisions of one tick of the fast loop against the balancer alone. Also measure packing with known
-    step times."""
+    """Measure all decisions of one tick of the fast loop, and compare their time with that of the balancer alone. Also
+    measure packing with known step times."""
     snapshot = congested(WORKERS, REQUESTS, SEED)
     situation, most = BalanceSituation(Mode.ACT), SETTINGS.max_moves_per_tick
     workers = balanced_workers(snapshot, SETTINGS)
@@ -111,7 +111,7 @@ SIM_AIM_S = 30.0
 
 
 def sim_step() -> list[Figure]:
-    """Measure a step of the size of the paper's figure 20 against a step of half that size."""
+    """Measure a step of the size of the paper's figure 20, and compare it with a step of half that size."""
     whole, half, warm_up = (_simulation(divisor) for divisor in (1, 2, 64))
     _, half_s, whole_s = (_cpu_s(run) for run in (warm_up, half, whole))
     gpus, requests = whole.scenario.gpus, len(whole.steps[0])

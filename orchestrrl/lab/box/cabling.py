@@ -83,7 +83,7 @@ def _host(script: Script, plan: TestbedPlan, server: ServerId) -> None:
 
 
 def _port(script: Script, plan: TestbedPlan, port: Port, index: int) -> None:
-    """Create the bridge and the cable of a port. The cable of a lane is created together with the lower of the lane's
+    """Create the bridge and the cable of a port. The cable of a lane is created with the lower-numbered of the lane's
     two ports."""
     switch, number = port
     room, name, bridge = plan.switches[switch], port_name(number), bridge_name(number)

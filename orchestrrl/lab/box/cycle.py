@@ -88,7 +88,7 @@ class Cycle:
         self._note(intent, began_s, report, [before], [after])
 
     async def training(self, intent: Intent, trainer: TestbedTrainer) -> None:
-        """Run training. Circuits change in one of the trainer's pauses while the trainer continues to run."""
+        """Run training. Circuits change in one of the trainer's pauses. The trainer is not stopped for the change."""
         began_s, first, iterations = time.monotonic(), len(trainer.bursts), self.order.iterations
         within_s = ANNOUNCED_FOR * (self.order.collective_s + self.order.pause_s)
         async with beside(trainer.run()) as running_on:

@@ -1,8 +1,8 @@
 """The patch panel: while a switch joins two fibres, their veth interfaces are in one bridge.
 
 A cross-connect carries packets in both directions when its mirrors are in place and both ports work and are plugged in.
-A ToR's fibre has a signal while light arrives from another ToR, over any number of switches. The panel follows changes
-that the emulated devices report, and their clock while mirrors move.
+A ToR's fibre has a signal while light arrives from another ToR, over any number of switches. The panel applies changes
+that the emulated devices report. While mirrors move, it follows the devices' clock.
 """
 
 import asyncio

@@ -62,8 +62,8 @@ class TestbedPlan:
 
     def tbf(self, gbps: float) -> str:
         """Return the tc arguments of a line that represents a line of the site with the given rate. The line's queue
-        holds packets for at most 50 ms: enough for TCP to fill the line, and short enough that packets for a circuit
-        leave soon."""
+        holds packets for at most 50 ms. This is enough for TCP to fill the line, and packets still leave a circuit
+        soon."""
         bps = gbps * self.bps_per_gbps
         burst = max(8000, int(bps / 8 * 0.004))
         return f"tbf rate {int(bps)}bit burst {burst} limit {burst + max(30_000, int(bps / 8 * 0.05))}"

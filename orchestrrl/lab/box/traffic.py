@@ -26,8 +26,8 @@ _ports = itertools.count(FIRST_PORT)
 
 @dataclass(slots=True)
 class Flow:
-    """One TCP connection that sends at full rate. `arrivals` contains (monotonic time, number of bytes received so
-    far)."""
+    """One TCP connection that sends at full rate. `arrivals` contains pairs of a monotonic time and the number of bytes
+    received until then."""
 
     source: Ends
     sink: Ends

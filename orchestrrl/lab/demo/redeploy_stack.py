@@ -90,8 +90,8 @@ async def _end_engines(config_path: Path) -> None:
 
 
 def modelled_switch_s(deployment: DeploymentSection, name: str) -> float:
-    """Return the duration of a switch to a configuration in engine seconds, from the profile. Half of it is for the
-    sleep of the replaced engines, half for the wake-up of the new engines."""
+    """Return the duration of a switch to a configuration in engine seconds, from the profile. Half of it is the time in
+    which the replaced engines go to sleep. The other half is the time in which the new engines wake up."""
     return _straight(deployment)[name].switch_s
 
 

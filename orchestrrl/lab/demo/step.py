@@ -55,7 +55,7 @@ class ComparedStep:
 
     @property
     def lost(self) -> list[RequestId]:
-        """The requests without a response; a request that has none in either run is listed twice."""
+        """The requests without a response. A request is listed twice if it has no response in both runs."""
         runs = (self.baseline, self.shown)
         return [sample.id for sample in self.samples for record in runs if sample.id not in record.answers]
 
@@ -123,7 +123,7 @@ class DemoFleet:
         Simulated engines are frozen until they have every request: submission takes the same wall time at any engine
         speed, so it must not count as engine time. When all requests are submitted and the engines run, `begun` is
         awaited. With `spans`, request the policy version of each token from the gateway. Failures of single requests
-        are recorded, not raised.
+        are recorded and raise no exception.
         """
         hold, record = self.kind == "simulated", DemoStepRecord(idle_s=[0.0] * len(self.clients))
         run = _StepRun(self, record, partial(self.report, label), len(step), spans)
@@ -207,7 +207,7 @@ class _StepRun:
 
     async def sample_idle(self) -> None:
         """Add the time since the last sample to the idle time of each engine without running requests. An engine that
-        does not respond counts as busy."""
+        does not respond is treated as busy."""
         readings = await asyncio.gather(*(engine.metrics() for engine in self.fleet.clients), return_exceptions=True)
         now_s = self.elapsed_s()
         for index, reading in enumerate(readings):

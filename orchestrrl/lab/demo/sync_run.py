@@ -209,7 +209,8 @@ def _continued(stretches: Sequence[AnswerStretch]) -> list[Sample]:
 
 
 def _of(record: DemoStepRecord, stretch: AnswerStretch) -> list[int]:
-    """Return the response to the stretch's request, or to the separate request made for the stretch."""
+    """Return the response to the stretch's request. If a separate request was made for the stretch, return its response
+    instead."""
     id = stretch.sample.id
     ids = record.answers.get(id) or record.answers.get(RequestId(f"again-{id}"), [])
     return ids[: len(stretch.ids)]

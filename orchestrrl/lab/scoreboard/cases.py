@@ -1,6 +1,6 @@
 """Build the clusters of the paper's sections 6 and 7 as scenarios, and measure their stages on a fabric.
 
-Unlike in `orchestrrl sim run`, part of the tensor-parallel communication is hidden.
+Unlike in `orchestrrl sim run`, computation hides a part of the tensor-parallel communication.
 """
 
 from collections.abc import Callable, Sequence
@@ -175,7 +175,7 @@ Syncing = Callable[[int, float, tuple[FabricStage, ...]], SyncTime]  # version, 
 
 @dataclass(frozen=True, slots=True)
 class _Beside(FixedTimes):
-    """Stage times that are fixed, except that the time of a sync depends on the concurrent stages."""
+    """Fixed stage times. Only the time of a sync depends on the concurrent stages."""
 
     syncing: Syncing
 

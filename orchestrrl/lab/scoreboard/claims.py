@@ -48,7 +48,7 @@ class PaperClaim:
 @dataclass(frozen=True, slots=True)
 class ScoreboardRow:
     """A row of the scoreboard. `paper` is None if the paper has no such figure. `why` is the reason for a difference
-    over FAR, or an explanation of a row without a figure in the paper; otherwise empty. `claim` is a key of CLAIMS.
+    over FAR, or explains a row that has no figure in the paper. Otherwise, it is empty. `claim` is a key of CLAIMS.
     `given` means that `ours` is an input and is not compared."""
 
     figure: str  # e.g. "Figure 13", "Table 4", "Beyond"

@@ -46,7 +46,7 @@ def _case(fewer: int) -> cases.Case:
 
 def _fewer_train(case: cases.Case, found: Mapping[tuple[str, str], cases.SteadyStep]) -> cases.Case:
     """Return the case with fewer training GPUs, so that the ratio of generation time to training time on RFabric is
-    that of section 2. For this scale, the paper states neither this ratio nor the number of training GPUs."""
+    that of section 2. The paper does not state the number of training GPUs for this scale."""
     ours, unit = found[OURS, "verl_to"], cases.UNITS[MODEL]
     wanted = case.train_gpus * given.GEN_OVER_TRAIN.value * ours.train.seconds / ours.gen.seconds
     return replace(case, train_gpus=min(case.train_gpus, max(unit, round(wanted / unit) * unit)))

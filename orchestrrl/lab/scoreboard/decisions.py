@@ -4,7 +4,7 @@ forecast.
 Clients of a production service are mixed with drifting weights, and each step is a sample of the current mixture. The
 error is the total absolute difference over bins divided by the number of requests. Two reference values are reported:
 the difference between two samples of the true mixture, and the difference between a sample and the true mixture, which
-is a lower bound for any forecast. The error of a forecast of expected counts may lie between the two values.
+is a lower bound for any forecast. A forecast of expected counts may have an error between these two values.
 """
 
 import csv

@@ -46,7 +46,7 @@ def _throughput_rows(case: cases.Case, found: Mapping[str, cases.SteadyStep]) ->
 
 def _divided_rows(case: cases.Case, found: Mapping[str, cases.SteadyStep]) -> Iterator[ScoreboardRow]:
     """Yield the rows for several optimiser steps per training step, each with its own exchange of gradients. The paper
-    does not state the number of optimiser steps, and with a single one gradients take little time."""
+    does not state the number of optimiser steps. With a single optimiser step, gradients take little time."""
     updates = max(1, found["fat_tree"].gen.samples // given.STEP_SAMPLES.value)
     scenario = replace(case, updates=updates).scenario()
     here = {kind: cases.retrained(found[kind], cases.stages_of(scenario, kind)) for kind in ("fat_tree", *CLAIMED)}
@@ -65,8 +65,8 @@ def _why(case: cases.Case, first: cases.SteadyStep, other: cases.SteadyStep) -> 
 
 
 def _parts(first: cases.SteadyStep, other: cases.SteadyStep) -> str:
-    """Return the times on the fat tree and on the other fabric: of each stage, and of each part of a stage that
-    differs."""
+    """Return the times of each stage, on the fat tree and on the other fabric. Also return the times of the parts of
+    stages that differ between the fabrics."""
     times = [f"training {first.train.seconds:.0f} to {other.train.seconds:.0f} s"]
     for part, then_s in first.train.parts_s.items():
         now_s = other.train.parts_s[part]

@@ -1,8 +1,8 @@
 """Reproduce figures 5 and 9 to 11 and section 2: gains of planning and balancing, windows between collectives, phase
 times, and the case study's engine change.
 
-The paper's engine is fitted to section 2.1's six phase times (planner/cost/paper.py). Each phase time is therefore
-predicted by a fit of the engine's four parameters to the other five phase times.
+The paper's engine is fitted to section 2.1's six phase times (planner/cost/paper.py). To predict a phase time
+independently, the engine's four parameters are fitted to the other five phase times.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -246,7 +246,8 @@ def _left(stages: FabricStages, kind: EngineKind) -> list[int]:
 
 
 def _recompute_s(contexts: Sequence[int], kind: EngineKind, moves: MoveCosts) -> float:
-    """Return the seconds to recompute all requests, which are assigned to the least loaded engine, largest first."""
+    """Return the seconds to recompute all requests. The requests are assigned in descending size, each to the least
+    loaded engine."""
     tokens, rebuilt = np.array(sorted(contexts, reverse=True), np.float64), moves.rebuilt_tokens()
     seconds = (tokens if rebuilt is None else rebuilt.over(tokens)) / kind.profile.prefill_tokens_per_s
     loads_s = np.zeros(GPUS // kind.gpus)

@@ -105,7 +105,8 @@ class VirtualGateway:
         self._held: dict[RequestId, tuple[EngineId, float]] = {}  # destination, deadline
 
     def submit(self, requests: Sequence[SimRequest], to: Sequence[EngineId] | None = None) -> None:
-        """Accept new requests. Send them to the engines `to`, or route them one by one if `to` is None."""
+        """Accept new requests. Send the requests to the engines in `to`. If `to` is None, route each request by
+        itself."""
         now_s = self.clock.now_s()
         for index, request in enumerate(requests):
             record = record_of(request, now_s)

@@ -30,8 +30,8 @@ class _Flow:
 
 
 class NodeNetwork:
-    """The NICs of the simulated nodes. If `share` is false, flows do not slow each other down; comparing both settings
-    gives the cost of sharing. `changed` is called when loads change."""
+    """The NICs of the simulated nodes. If `share` is false, flows do not slow each other down. The difference between
+    both settings is the cost of sharing. `changed` is called when loads change."""
 
     def __init__(self, clock: Clock, nic_gbps: float, share: bool, changed: Callable[[], None]) -> None:
         self._clock = clock

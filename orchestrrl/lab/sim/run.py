@@ -306,7 +306,7 @@ class ScenarioOutcome:
         )
 
     def gain(self, run: ArmRun) -> float | None:
-        """Return the samples per second relative to the tuned static baseline, as the median over seeds."""
+        """Return the ratio of samples per second to those of the tuned static baseline, as the median over seeds."""
         baseline = self.arm("verl_to")
         if baseline is None:
             return None
@@ -376,9 +376,9 @@ def steps_of(scenario: GenerationScenario, seed: int) -> Steps:
 
 
 def _unusable(scenario: GenerationScenario) -> list[str]:
-    """Return the faults of inline configurations, and of the initial configuration, that cannot run on the scenario's
-    GPUs. Unusable configurations of a profile are skipped instead, because a profile may describe more configurations
-    than one job uses."""
+    """Return a fault for each inline configuration, and for the initial configuration, if it cannot run on the
+    scenario's GPUs. Unusable configurations of a profile are skipped instead, because a profile may describe more
+    configurations than one job uses."""
     longest, faults = _longest_tokens(scenario), []
     kinds = kinds_of(scenario)
     for index, section in enumerate(scenario.engines.configurations):

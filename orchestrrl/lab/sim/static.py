@@ -176,8 +176,8 @@ def _partial_steps(scenario: GenerationScenario, kind: EngineKind, steps: Steps)
 
 
 def countdown(finish_s: Sequence[float], left: int = 0) -> list[tuple[float, int]]:
-    """Return (time, requests in flight) at each change of the number of requests in flight; `left` requests never
-    finish."""
+    """Return a pair (time, requests in flight) for each change of the number of requests in flight. The last `left`
+    requests never finish."""
     total = len(finish_s) + left
     return [(at_s, total - done) for done, at_s in enumerate([0.0, *finish_s])]
 
@@ -405,8 +405,8 @@ def placed_s(shape: EngineShape, placement: Sequence[Sequence[SimRequest]]) -> f
 
 
 def best_placed_s(shape: EngineShape, routed: Sequence[Sequence[SimRequest]]) -> float:
-    """Return the duration in seconds of the shortest step among `routed`, the initial placement of OrchestrRL's
-    gateway, and candidate placements with known lengths."""
+    """Return the duration in seconds of the shortest step. The candidates are `routed` (the initial placement of
+    OrchestrRL's gateway) and several placements with known lengths."""
     requests = [request for held in routed for request in held]
     return min(placed_s(shape, placement) for placement in (routed, *_placements(len(routed), requests)))
 

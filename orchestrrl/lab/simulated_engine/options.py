@@ -120,7 +120,7 @@ def save_kv(directory: Path, wish: TransferParams, token_ids: Sequence[int]) -> 
 
 def take_kv(directory: Path, wish: TransferParams, token_ids: Sequence[int]) -> int | None:
     """Consume a KV entry. Return the number of tokens whose KV the entry has, at most all tokens but the last. Return 0
-    if the entry belongs to other weights or tokens, and None if it does not exist yet."""
+    if the entry was written for different weights or tokens. Return None if it does not exist yet."""
     assert wish.load is not None
     entry = directory / wish.load
     try:

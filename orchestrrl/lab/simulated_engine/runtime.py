@@ -111,7 +111,7 @@ class SimulatedAnswer:
 
 class Runtime:
     """Runs one simulated engine. Virtual time runs `speed` times as fast as the clock. The scheduler is advanced every
-    `tick_s` seconds of the clock; after a late tick, the parts are only larger."""
+    `tick_s` seconds of the clock; after a late tick, parts contain more tokens."""
 
     def __init__(self, options: SimulatedOptions, model: TokenModel, clock: Clock) -> None:
         self.scheduler = Scheduler(options.shape)
@@ -282,7 +282,7 @@ class Runtime:
             self._drained.set()
 
     def _save(self, answers: list[SimulatedAnswer]) -> None:
-        """Save the KV of aborted requests. Requests that were not running get an empty entry."""
+        """Save the KV of aborted requests. For requests that were not running, write an empty entry."""
         running, directory = {sequence.id for sequence in self.scheduler.running}, self._options.kv_directory
         for answer in answers:
             wish = answer.request.handover

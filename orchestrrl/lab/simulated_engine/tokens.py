@@ -3,8 +3,8 @@ effects.
 
 The next token depends on all previous tokens and on the seed. A request continued on another engine from its prompt and
 partial response therefore yields exactly the tokens of the undisturbed run, as a real model does under greedy decoding.
-The length of a response depends on its prompt and seed too. The start of a partial response in a context is derived
-from the context: the response is the longest suffix that the engine would have generated. Continuing a response
+The length of a response also depends on its prompt and seed. The engine derives from a context where its partial
+response starts: the response is the longest suffix that the engine would have generated. Continuing a response
 therefore needs neither a marker nor state.
 """
 

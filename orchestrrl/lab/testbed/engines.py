@@ -142,8 +142,7 @@ async def start_simulated(
 
 @contextlib.asynccontextmanager
 async def all_started(starting: Iterable[Awaitable[LocalEngine]]) -> AsyncIterator[list[LocalEngine]]:
-    """Start engines in parallel and yield them. All engines are stopped on exit, and also if one of them fails to
-    start."""
+    """Start engines in parallel and yield them. All engines are stopped on exit, and if one of them fails to start."""
     started = await asyncio.gather(*starting, return_exceptions=True)
     running = [engine for engine in started if isinstance(engine, LocalEngine)]
     try:

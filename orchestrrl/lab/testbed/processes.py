@@ -217,7 +217,7 @@ def command_of(*words: str | Path) -> list[str]:
 
 
 def flags_of(options: Mapping[str, object]) -> list[str]:
-    """Return options as flags, such as `{"tick_s": 0.01}` as `--tick-s 0.01`."""
+    """Return options as flags. For example, `{"tick_s": 0.01}` gives `--tick-s 0.01`."""
     return [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
 

@@ -1,4 +1,5 @@
-"""Draw the charts of a report. A chart is a figure of several groups of runs, or None if there is no data."""
+"""Draw the charts of a report. A chart is a figure that shows several groups of runs. A function returns None if there
+is no data for its chart."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise

@@ -66,8 +66,8 @@ def _distinguishing(scenario: Mapping[str, Any], clashing: Iterable[str]) -> dic
 
 
 def _distinguished(scenarios: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Return a label by digest that distinguishes each scenario from the other scenarios; empty for a single
-    scenario."""
+    """Map each scenario's digest to a label that distinguishes it from the other scenarios. The label of a single
+    scenario is empty."""
     if len(scenarios) == 1:
         return dict.fromkeys(scenarios, "")
     leaves = {digest: dict(_leaves(scenario, "")) for digest, scenario in scenarios.items()}
@@ -222,7 +222,7 @@ class ArmGroup:
         return found
 
     def idle_share(self, stage: FabricStage) -> float | None:
-        """Return the idle fraction of a stage's GPUs, as the median over seeds; None if no run reports this
+        """Return the idle fraction of a stage's GPUs, as the median over seeds. Return None if no run reports this
         fraction."""
         shares = [result.run.idle_share[stage] for result in self.results if stage in result.run.idle_share]
         return median(shares) if shares else None

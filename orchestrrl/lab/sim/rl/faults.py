@@ -114,7 +114,7 @@ def stretched_s(schedule: ClusterFaultSchedule, begin_s: float, seconds: Callabl
 def with_lost_work_s(
     schedule: ClusterFaultSchedule, begin_s: float, seconds: Callable[[float], float], servers: range, recovery_s: float
 ) -> float:
-    """Return the duration as `stretched_s` does, for an iteration that restarts if one of `servers` fails. A
+    """Return the duration of an iteration like `stretched_s`. If one of `servers` fails, the iteration restarts. A
     replacement server begins the iteration again `recovery_s` later."""
     start_s = begin_s
     lost = sorted(

@@ -144,8 +144,8 @@ class FastStep:
 
     @property
     def phases_s(self) -> dict[str, float]:
-        """The seconds under each fleet, redeploying, and moving KV, which add up to the duration of the step. Engines
-        that remain keep decoding during a redeployment."""
+        """The seconds spent with each fleet, in redeployments and in KV moves. They add up to the duration of the step.
+        Engines that remain keep decoding during a redeployment."""
         phases_s: dict[str, float] = {}
         end_s = self.makespan_s
         for (begin_s, name), (until_s, _) in pairwise([*self.phases, (end_s, "")]):

@@ -6,11 +6,11 @@ fit into a PoD of the fabric stay inside one. The remaining servers of several P
 not reduce their bandwidth, as in trees of packet switches. Otherwise the remaining servers stay idle, because an
 instance that spans PoDs would get half or a third of the bandwidth of other instances.
 
-EP sends all-to-all among an instance's ranks, AFD between attention and FFN in both directions, and wide TP in rings
-along rails. A rate is the number of bytes that a GPU sends, divided by the time until the instance's last flow ends.
-The roofline (planner/cost/roofline.py) divides by this rate. Tensor parallelism reduces twice in each layer. With
-expert parallelism each token is sent to its experts and back; under AFD it is sent to the FFN GPUs and back. Each
-configuration is evaluated alone, on the whole fleet.
+EP sends all-to-all traffic among an instance's ranks. AFD sends traffic between attention and FFN GPUs in both
+directions. Wide TP sends traffic in rings along rails. A rate is the number of bytes that a GPU sends, divided by the
+time until the instance's last flow ends. The roofline (planner/cost/roofline.py) divides by this rate. Tensor
+parallelism reduces twice in each layer. With expert parallelism each token is sent to its experts and back; under AFD
+it is sent to the FFN GPUs and back. Each configuration is evaluated alone, on the whole fleet.
 
 KV follows its requests to other instances over the fabric, or is recomputed if that is faster. A request's KV is on the
 GPUs of one attention replica, with its heads spread evenly, before and after the move. If there are fewer KV heads than

@@ -9,8 +9,8 @@ bound by one step for each time that it was interrupted.
 In a synchronous loop, step k uses the version trained on all samples of the steps up to k - 1. In a one-step
 asynchronous loop, step k uses the version trained on the samples of the steps up to k - 2. With bounded staleness, a
 step begins as soon as none of its samples will exceed the bound, and uses the newest available version. If engines wait
-for weights, a longer training step may then save a sync, so that the run ends earlier. Such anomalies occur in any
-greedy schedule.
+for weights, a longer training step may then save a sync, so that the run ends earlier. Any greedy schedule can have
+such anomalies.
 
 The time of a weight sync depends on the stages that run when it begins. The sync delays these stages in proportion to
 the time during which sync and stage both run.
@@ -72,8 +72,8 @@ class Needs:
 
     @property
     def carried(self) -> int:
-        """The number of versions trained on samples of the steps before the last step, which uses the newest of these
-        versions."""
+        """The number of versions that are trained on samples of the steps before the last step. The last step uses the
+        newest of these versions."""
         return bisect_right(self.taken, self.done[-2]) - 1
 
     @classmethod

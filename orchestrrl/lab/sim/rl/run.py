@@ -3,8 +3,8 @@ of GPUs between training and generation that has the highest throughput.
 
 StreamRL divides a budget in the same way (arXiv 2504.15930, its resource allocation): it times training and generation
 under each split, and chooses the split whose slower stage is fastest. The search in this module compares the throughput
-of the simulated loop, which includes weight sync, waiting, and modes in which stages do not overlap. The search assumes
-that more GPUs never make a stage longer, so that throughput has a single peak.
+of the simulated loop. This loop includes weight sync, waiting, and modes in which stages do not overlap. The search
+assumes that more GPUs never make a stage longer, so that throughput has a single peak.
 """
 
 from collections.abc import Callable, Sequence
@@ -252,8 +252,9 @@ def train_counts(scenario: ClusterScenario) -> list[int]:
 
 def search(count: int, tried: Callable[[int], Found | None], worth: Callable[[Found], float]) -> list[Found]:
     """Search `count` ordered positions for the peak of `worth` (> 0), and return the results of all tried positions.
-    First try positions over the whole range, then positions between the best position and its neighbours. Of equal
-    positions, the first is the best. `tried` returns None for a position that does not work."""
+    First try positions over the whole range, then positions between the best position and its neighbours. If several
+    positions are equally good, the first of them is the best. `tried` returns None for a position that does not
+    work."""
     first = sorted({round(i * (count - 1) / (FIRST - 1)) for i in range(FIRST)}) if count else []
     known = {place: tried(place) for place in first}
     while True:

@@ -35,8 +35,8 @@ _PART = re.compile(r"([A-Za-z_][A-Za-z_0-9]*)((?:\[\d+\])*)")
 
 
 class SweepSection(ScenarioSection):
-    """The document of a sweep. `base` is a cluster scenario, by name or file. `set` changes the base scenario for all
-    points. `grid` defines one point for every combination of values, at paths such as cluster.nic_gbps or
+    """The document of a sweep. `base` is the name or the file of a cluster scenario. `set` changes the base scenario
+    for all points. `grid` defines one point for every combination of values, at paths such as cluster.nic_gbps or
     fabrics[0].options.ratio."""
 
     base: Annotated[str, Field(min_length=1)]

@@ -5,8 +5,8 @@ The step follows GRPO in veRL and NeMo-RL. Log-probabilities of the answers are 
 step, because those of the engine differ. They are also computed under a reference model if there is a KL term. Each
 optimiser step has its own fraction of the samples and its own exchange of gradients.
 
-Each answer is sent to the trainer as soon as it is complete (RS in table 1 of the OrchestrRL paper): the id and the
-log-probability of each token, once per sample. Forwarding between the ranks of a replica is not counted. The bytes are
+Each answer is sent to the trainer once, as soon as it is complete (RS in table 1 of the OrchestrRL paper). It contains
+the id and the log-probability of each token. Forwarding between the ranks of a replica is not counted. The bytes are
 counted, but take no time in the loop, because answers are sent while other answers are generated.
 """
 
@@ -110,8 +110,8 @@ class ResponseStream:
 
 
 def response_stream(job: TrainJob, where: range, fabric: SimulatedFabric) -> ResponseStream:
-    """Return the stream of all samples of `job` (prompt and answer) from the generating GPUs `where` to the trainer's
-    GPUs. Samples are assigned round-robin to the GPUs of both sides."""
+    """Return the stream of all samples of `job` from the generating GPUs `where` to the trainer's GPUs. A sample is a
+    prompt with its answer. Samples are assigned round-robin to the GPUs of both sides."""
     total = job.sequences * job.tokens * TOKEN_BYTES
     turns = np.arange(max(len(where), job.layout.gpus))
     src, dst = where.start + turns % len(where), job.first_gpu + turns % job.layout.gpus

@@ -323,8 +323,8 @@ def bound_s(shards: Sequence[ServerShard], site: SyncSite) -> float:
 
 
 def _courses(scheme: str, shards: Sequence[ServerShard], site: SyncSite, ground: _Ground) -> Iterator[SyncStage]:
-    """Yield the sync for each alternative use of circuits. If circuits are kept, waves cost nothing, so that the plan
-    for this alternative may have more waves."""
+    """Yield the sync for each alternative use of circuits. If circuits are kept, an additional wave has no cost, so
+    that the plan for this alternative may have more waves."""
     fabric = ground.fabric
     steps = steps_of(scheme, shards, site, fabric.servers)
     try:

@@ -4,9 +4,10 @@ and the windows between collectives. The functions have no side effects.
 Gradients are reduced bucket by bucket during the last micro-batch's backward pass. The network carries one collective
 at a time: gradients wait while that pass sends its own messages.
 
-Either circuits change in a window without collectives, and the iteration waits for the part of the change that the
-window does not cover; or circuits are kept, and gradients use the existing paths. The shorter alternative is chosen
-(section 5.3 of the OrchestrRL paper: a plan is retained if the next window does not cover the change).
+There are two alternatives. Circuits change in a window without collectives, and the iteration waits for the part of the
+change that the window does not cover. Otherwise, circuits are kept, and gradients use the existing paths. The shorter
+alternative is chosen. In section 5.3 of the OrchestrRL paper, a plan is retained if the next window does not cover the
+change.
 """
 
 import math

@@ -186,8 +186,8 @@ class OverlapWindow:
 
 @dataclass(frozen=True, slots=True)
 class TrainingIteration:
-    """A simulated training iteration. `parts_s` (compute, bubble, exposed communication by group) adds up to
-    `seconds`."""
+    """A simulated training iteration. `parts_s` contains the times of compute, bubbles and each group's exposed
+    communication. They add up to `seconds`."""
 
     seconds: float
     mfu: float

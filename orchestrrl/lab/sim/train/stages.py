@@ -1,11 +1,11 @@
 """Schedule a job on one network: the passes of a micro-batch through each stage, and their order in the pipeline. The
 functions have no side effects.
 
-A pass consists of compute and the exposed part of its collectives, in the order of execution. A rank waits for tensor
-parallelism's collectives and the experts' all-to-all, less their hidden fraction; the former are hidden in the backward
-pass only. The ring of context parallelism runs concurrently with attention. A rank waits for the ring if it takes
-longer than the attention that can hide it. Parameters are gathered before the schedule begins, and gradients are
-reduced after it ends.
+A pass consists of compute and the exposed part of its collectives, in the order of execution. A rank waits for the part
+of tensor parallelism's collectives and of the experts' all-to-all that is not hidden. Tensor parallelism's collectives
+are hidden in the backward pass only. The ring of context parallelism runs concurrently with attention. A rank waits for
+the ring if it takes longer than the attention that can hide it. Parameters are gathered before the schedule begins, and
+gradients are reduced after it ends.
 
 The schedule is Megatron's 1F1B, plain or interleaved. Stages are numbered along the pipeline. With interleaving, rank r
 of p holds stages r, r + p, r + 2p, and so on.

@@ -58,8 +58,8 @@ class GroupCollective:
 
 def traffic(job: TrainJob, servers: Servers) -> Mapping[str, GroupCollective]:
     """Return the collectives of an iteration by kind; kinds whose groups have one member are omitted. The transfer of a
-    context-parallel ring is that of a forward pass. A backward pass also transfers the gradients of keys and values,
-    and counts as two transfers."""
+    context-parallel ring is that of a forward pass. A backward pass also transfers the gradients of keys and values, so
+    that it equals two transfers."""
     if job.first_gpu + job.layout.gpus > servers.gpus:
         raise ValueError(
             f"the layout needs GPUs {job.first_gpu}..{job.first_gpu + job.layout.gpus - 1}, there are {servers.gpus}"
@@ -103,7 +103,8 @@ def _layer_passes(job: TrainJob) -> tuple[float, float]:
 
 
 def forward_times(job: TrainJob, kind: str, exchange: GroupCollective) -> float:
-    """Return how often each rank runs a collective of a `kind` (one of FORWARD_BACKWARD) in the forward passes."""
+    """Return the number of times that each rank runs a collective of this kind in the forward passes. `kind` is one of
+    FORWARD_BACKWARD."""
     passes = _layer_passes(job)[1]
     return exchange.times / {"tp": passes, "cp": passes + 1, "ep": passes, "pp": 2.0}[kind]
 

@@ -106,7 +106,8 @@ class SimulatedFabric(ABC):
     def pods(self) -> Pods: ...
 
     def network(self, period: Period | None = None) -> LinkNetwork:
-        """Return the network as configured for the period, or outside any period if `period` is None."""
+        """Return the network as configured for the period. If `period` is None, return the network outside any
+        period."""
         circuits = self.circuits_of(period)
         if circuits not in self._networks:
             self._networks[circuits] = self._network(circuits)

@@ -60,7 +60,8 @@ class LinkRows:
     _parts: list[tuple[Ints, Ints, Floats]] = field(default_factory=list)
 
     def add(self, leg: Ints, link: Ints, share: Floats | None = None) -> None:
-        """Add one link to each leg in `leg`, whose indices ascend. `share` is a fraction of the leg's own share."""
+        """Add one link to each leg in `leg`, whose indices ascend. `share` is the fraction of the leg's traffic that
+        uses the link."""
         self._parts.append((leg, link, self.share[leg] if share is None else self.share[leg] * share))
 
     def routes(self, latency_s: Floats) -> FlowRoutes:

@@ -1,10 +1,10 @@
 """Model MixNet (Liao et al., SIGCOMM 2025). Most NICs of each server connect to the optical switch of a region of
 servers, which is reconfigured for each period. The other NICs are on a non-blocking fat tree of packet switches.
 
-Circuits follow the demand inside a region: each next circuit goes to the pair of servers whose traffic would take
-longest. Traffic between two servers with a circuit uses it, over NVLink from any GPU; all other traffic uses the tree.
-As for RFabric, only the optical switch's own delay counts, not the seconds that MixNet's authors measured until NICs
-came up again.
+Circuits follow the demand inside a region: circuits are assigned one at a time, each to the pair of servers whose
+traffic would currently take longest. Traffic between two servers with a circuit uses it, over NVLink from any GPU; all
+other traffic uses the tree. As for RFabric, only the optical switch's own delay counts, not the seconds that MixNet's
+authors measured until NICs came up again.
 
 The OrchestrRL paper does not state the size of a region. MixNet's authors choose one that contains one group of
 experts: in their simulator (mixnet-htsim, datacenter/mixnet.cpp) EP degree times TP degree GPUs, per job. A job of

@@ -81,12 +81,11 @@ def rfabric(
     allocation: Allocation = "traffic",
 ) -> "RFabric":
     """Build an RFabric. The first `train_servers` servers are in Train PoDs, spread evenly over the fewest PoDs that
-    have room. The other servers are in Gen PoDs, which are full except for the last PoD. Each stage changes the PoDs
-    that its template names.
-    If `train_servers` is None, PoDs have no roles, and a period changes the PoDs in which it has traffic. A full ToR
-    has as many uplinks as NICs, and a PoD half as many lanes to the core. `allocation` is `traffic` to allocate
-    circuits by the traffic of each period, `uniform` to spread them evenly over the ToR pairs that have traffic, or
-    `fixed` to keep the circuits at rest."""
+    have room. The other servers fill Gen PoDs one after another, so that only the last PoD may have free slots. Each
+    stage changes the PoDs that its template names. If `train_servers` is None, PoDs have no roles, and a period changes
+    the PoDs in which it has traffic. A full ToR has as many uplinks as NICs. The number of a PoD's lanes to the core is
+    half the number of its NICs. `allocation` is `traffic` to allocate circuits by the traffic of each period, `uniform`
+    to spread them evenly over the ToR pairs that have traffic, or `fixed` to keep the circuits at rest."""
     train = servers.count if train_servers is None else train_servers
     if train > servers.count:
         refuse(ShapeFault("train_servers", f"must be <= {servers.count}, the number of servers", train))

@@ -8,7 +8,7 @@ numbers are rounded up. A ToR that is alone on its rail has no fibres.
 Circuits come from the fabric's own planner (planner/fabric/materialize.py), with the stages' own templates. Every
 period keeps all servers connected, over any number of hops (section 5.4 of the OrchestrRL paper). If circuits for the
 demand leave servers disconnected, single circuits bridge them while ports are free. If not all servers can be
-connected, at least the sending servers keep a path to their destinations, if any plan provides one.
+connected, sending servers keep a path to their destinations where this is possible.
 """
 
 from collections import Counter
@@ -91,7 +91,8 @@ def _trimmed(site: Site, group: Sequence[Switch], wanted: Mapping[EndpointId, in
 
 
 def _chosen(site: Site, switch: Switch, ports: Sequence[int], count: int) -> tuple[int, ...]:
-    """Return `count` of the ports: first reserved ports, at most half of `count`, then free ports."""
+    """Return `count` of the ports. At most half of them are reserved ports, which come first; the others are free
+    ports."""
     reserved = [port for port in ports if (switch.id, port) in site.reserved][: count // 2]
     free = [port for port in ports if (switch.id, port) not in site.reserved]
     return tuple(sorted([*free[: count - len(reserved)], *reserved]))
@@ -279,8 +280,8 @@ class RFabricCircuits:
 
 
 def _anywhere(stage: Stage) -> StageTemplate:
-    """Return the template of a site without PoD roles: all PoDs may be changed and connected. Spare ports are used as
-    specified by the stage's own template."""
+    """Return the template of a site without PoD roles: all PoDs may be changed and connected. The stage's own template
+    specifies the use of spare ports."""
     return replace(TEMPLATES[stage], touched=_EITHER, core_roles=_ANY_TWO)
 
 

@@ -32,7 +32,8 @@ def topoopt(
     servers: Servers, *, demand: InstanceOf[GpuFlows] | None = None, ring_nics: Count | None = None
 ) -> "TopoOpt":
     """Build a TopoOpt fabric for the `demand` of the whole job; without a demand, it has rings only. If `ring_nics` is
-    None, it is the number that minimises the load of the busiest link, but at least two, so that a NIC may fail."""
+    None, the number that minimises the load of the busiest link is used. It is at least 2, so that servers stay
+    connected if a NIC fails."""
     nics = servers.nics_per_server
     if ring_nics is not None and ring_nics > nics:
         refuse(ShapeFault("ring_nics", f"must be <= {nics}, the NICs of a server", ring_nics))

@@ -68,7 +68,8 @@ def is_local(url: str) -> bool:
 
 
 def server_arguments(port: int) -> tuple[str, ...]:
-    """Return the command line of the vLLM server that listens on `port`; empty if it cannot be found or read."""
+    """Return the command line of the vLLM server that listens on `port`, or an empty tuple if it cannot be found or
+    read."""
     with suppress(psutil.Error, OSError, RuntimeError):  # the system's tables cannot be read
         for connection in psutil.net_connections("tcp"):
             if connection.status != psutil.CONN_LISTEN or connection.laddr[1:] != (port,) or connection.pid is None:
@@ -127,8 +128,8 @@ def _gpu() -> tuple[str, str]:
 
 
 def _sizes(model: str) -> Model | None:
-    """Return the model's sizes from the config.json of its folder, or of its newest snapshot in Hugging Face's cache;
-    None if there is none."""
+    """Return the model's sizes from the config.json of its folder, or of its newest snapshot in Hugging Face's cache.
+    Return None if there is none."""
     if not model:
         return None
     if model.startswith("/"):
@@ -144,7 +145,7 @@ def _sizes(model: str) -> Model | None:
 
 
 def _read_config(path: Path, name: str = "") -> Model | None:
-    """Return the model's sizes from the first MOST_CONFIG_BYTES of the file; None if the file cannot be read or
+    """Return the model's sizes from the first MOST_CONFIG_BYTES of the file. Return None if the file cannot be read or
     describes no model."""
     try:
         with path.open("rb") as file:

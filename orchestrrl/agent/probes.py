@@ -165,8 +165,9 @@ class HostTraces:
         return any(each.reader.communicates for each in self._by_job.get(job, ()))
 
     def assess(self, job: str, q: float) -> fabric_pb2.Quiet | Hold:
-        """Return how long the job stays quiet, with a probability of at most `q` that it communicates earlier, by this
-        host's clock and the events read so far. If the job is not quiet, return a Hold with the reason."""
+        """Return the duration for which the job stays quiet, with a probability of at most `q` that it communicates
+        earlier. The duration is based on this host's clock and the events read so far. If the job is not quiet, return
+        a Hold with the reason."""
         now_s = self._clock_s()
         first: tuple[RemainingQuiet, int] | None = None
         since_s = risk = 0.0
@@ -230,8 +231,8 @@ class HostTraces:
 
 
 def _announced(each: TracedProcess, event: RingEvent) -> fabric_pb2.Announcement | None:
-    """Return the announcement in a mark, `{"period": NAME, "body": INTENT}`, as recorder.announce writes it; None if it
-    is invalid. An empty body repeats the last intent."""
+    """Return the announcement in a mark, `{"period": NAME, "body": INTENT}`, as recorder.announce writes it. Return
+    None if it is invalid. An empty body repeats the last intent."""
     try:
         parsed = json.loads(event.payload or b"")
         period, intent = parsed["period"], parsed["body"]

@@ -103,6 +103,6 @@ class Agent:
         return telemetry_codec.ENGINE_REPORT.to_pb(await self._outgoing.next_report())
 
     async def _refuse(self, operation: Operation) -> OperationResult:
-        """Refuse an order of the daemon, since agents carry out none: raise Permanent, which the link returns as a
-        failed result."""
+        """Raise Permanent for any order of the daemon, because agents carry out no orders. The link returns the error
+        as a failed result."""
         raise Permanent(f"{self._id} is an agent: only gateways carry out {operation.action.kind}")

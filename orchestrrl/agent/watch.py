@@ -107,7 +107,7 @@ class EngineTrack:
     last_total: int = 0  # generation_tokens_total of the last reading; 0 after a break
 
     def restarted(self, metrics: EngineSample) -> bool:
-        """Return whether the token counter decreased, so that another process answers now."""
+        """Return whether the token counter decreased, which shows that another process answers now."""
         return metrics.generation_tokens_total < self.last_total
 
 

@@ -183,8 +183,8 @@ def sync_box(
 
     Hosts and ToRs are network namespaces, as in `orchestrrl fabric box`; every link has a rate. Each host is a process
     with the product's carrier. Each host of the training PoDs holds a part of the weights; each host of the generation
-    PoDs needs all of them. Every way runs after the circuits of generation, on the circuits that its edges request from
-    the daemon. The received weights are compared by SHA-256 and then deleted.
+    PoDs needs all of them. Every way starts with the circuits of generation, and then uses the circuits that its edges
+    request from the daemon. The received weights are compared by SHA-256 and then deleted.
 
     | way | |
     |---|---|
@@ -272,7 +272,7 @@ def _sync_view(found: dict[str, Any], out: Path) -> View:
 
 
 def _protocols(text: str, faults: list[str]) -> tuple[str, ...]:
-    """Parse `--protocols`, by default three protocols. Errors are appended to `faults`."""
+    """Parse `--protocols`. By default, return three protocols. Errors are appended to `faults`."""
     from orchestrrl.lab.box.run import PROTOCOLS
     from orchestrrl.lab.emulated_switch import PROTOCOLS as KNOWN
 

@@ -143,7 +143,7 @@ def set_signature(function: Callable[..., Any], parameters: Iterable[inspect.Par
 
 
 def address_faults(address: str) -> list[str]:
-    """Return a list with an error message if the value of --daemon is malformed; otherwise an empty list."""
+    """Return a list with an error message if the value of --daemon is malformed. Otherwise, return an empty list."""
     if address.startswith("unix:"):
         return [] if address.removeprefix("unix:") else [f"--daemon: must be unix:PATH with a path, got {address!r}"]
     try:
@@ -154,7 +154,7 @@ def address_faults(address: str) -> list[str]:
 
 
 def url_faults(option: str, url: str) -> list[str]:
-    """Return a list with an error message if an engine's URL is malformed; otherwise an empty list."""
+    """Return a list with an error message if an engine's URL is malformed. Otherwise, return an empty list."""
     try:
         check_url(url)
     except ValueError as error:

@@ -172,7 +172,8 @@ def raise_faults(faults: Iterable[str]) -> None:
 
 
 def choice_faults(flag: str, value: object, known: Iterable[object]) -> list[str]:
-    """Return a list with an error message if `value` is not one of the `known` values; otherwise an empty list."""
+    """Return a list with an error message if `value` is not one of the `known` values. Otherwise, return an empty
+    list."""
     names = list(map(str, known))
     return [] if value in names else [f"{flag}: must be one of {', '.join(names)}, got {value!r}"]
 

@@ -178,7 +178,7 @@ class ControlPlane:
         )
 
     def _underway(self, snapshot: Snapshot) -> Hold | None:
-        """Return a Hold if a change of the fleet is in progress, which must end and be observed first; None
+        """Return a Hold if a change of the fleet is in progress, because it must end and be observed first. Return None
         otherwise."""
         still = self._standing_still(snapshot)
         if still is not None:

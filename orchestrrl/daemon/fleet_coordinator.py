@@ -197,8 +197,8 @@ class FleetCoordinator:
     # --- act
 
     async def move(self, request: RequestId, to_engine: EngineId) -> MovesOutcome:
-        """Carry out a move that an operator orders. Raises ProblemFaults if an id is unknown, Permanent if the request
-        must not move."""
+        """Carry out a move that an operator orders. Raises ProblemFaults if an id is unknown, and Permanent if the
+        request must not move."""
         self.barrier.check_open()
         snapshot = self.state.snapshot(self.clock.now_s())
         to_engine = self.state.engine_called(to_engine, snapshot.now_s)

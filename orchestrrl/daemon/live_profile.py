@@ -105,7 +105,7 @@ class CostEstimates:
 
 class LiveProfile:
     """The cost estimates of all configurations. `note` is called with each estimate that changes; `today` returns the
-    date of a re-fit, ISO 8601."""
+    date of a re-fit in ISO 8601 format."""
 
     def __init__(self, fleet: FleetSettings, note: Note, today: Callable[[], str]) -> None:
         self._note = note
@@ -195,8 +195,8 @@ class LiveProfile:
                 self._known[configuration].observe_recompute(contexts, seconds[engine])
 
     def _learn_fixed(self, moves: Sequence[MovedRequest]) -> None:
-        """Learn the fixed part of the duration of moves. A stall affects all moves of one operation, so together they
-        are one sample."""
+        """Learn the fixed part of the duration of moves. A stall affects all moves of one operation, so all moves of an
+        operation form one sample."""
         found = fixed_parts(moves)
         for method in MoveMethod:
             seconds = [seconds for by, seconds in found if by is method]
@@ -223,8 +223,8 @@ class LiveProfile:
 
     def started(self, starts: Iterable[EngineStart]) -> None:
         """Learn from the starts of engines in redeployments. Starts whose expected duration differs from the configured
-        `switch_s` are skipped: the configuration has been corrected since, so they may have been made by other means or
-        elsewhere."""
+        `switch_s` are skipped: the configuration has been corrected since then, so these starts may have happened under
+        other conditions."""
         for start in starts:
             known = self._known.get(start.configuration)
             if known is not None and start.expected_s == known.given.switch_s:
@@ -251,7 +251,7 @@ class LiveProfile:
         return tuple(known for known in self._known.values() if known.scaled)
 
     def moves(self) -> MoveCosts | None:
-        """Return the estimated costs of moves; None if no profile contains costs of moves."""
+        """Return the estimated costs of moves. Return None if no profile contains costs of moves."""
         fitted = None if self._recompute is None else self._recompute.fitted()
         if self._moves is None or fitted is None:
             return self._moves
@@ -287,8 +287,8 @@ class LiveProfile:
 
     @property
     def recompute_fixed_s(self) -> float:
-        """Return for how many seconds a moved running request produces no tokens, in addition to the prefill of its
-        context."""
+        """Return the number of seconds in which a moved running request produces no tokens, in addition to the prefill
+        of its context."""
         return self._fixed[MoveMethod.RECOMPUTE].seconds
 
     def notes(self) -> tuple[str, ...]:

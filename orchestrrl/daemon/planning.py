@@ -58,9 +58,9 @@ LIKE_OTHERS = ", of engines with the same model"
 
 
 class Planning:
-    """The inputs of both loops. `note` and `today` are as for LiveProfile. `unstartable` returns the configurations of
-    which no engine can be started, with the reasons. `known_output_tokens` are the true output lengths in a simulation,
-    for plans with perfect knowledge."""
+    """The inputs of both loops. `note` and `today` have the same meaning as in LiveProfile. `unstartable` returns the
+    configurations of which no engine can be started, with the reasons. `known_output_tokens` are the true output
+    lengths in a simulation, for plans with perfect knowledge."""
 
     def __init__(
         self,
@@ -133,8 +133,8 @@ class Planning:
     # --- implicit configurations
 
     def implicit_configuration(self, engine: EngineId) -> ConfigurationId | None:
-        """Return the engine's implicit configuration, even if its step times are not learned yet; None if the engine
-        has none."""
+        """Return the engine's implicit configuration, even if its step times are not learned yet. Return None if the
+        engine has none."""
         held = self._assumed.get(engine)
         return None if held is None else held[1].profile.id
 
@@ -210,8 +210,8 @@ class Planning:
         return self._remaining.remaining_tokens(snapshot, slow.bin_tokens, slow.max_output_tokens, self._expected)
 
     def distributions(self, snapshot: Snapshot) -> LengthDistributions | None:
-        """Return the length distributions of the requests in flight, as of the latest call of `remaining_tokens`; None
-        if unknown."""
+        """Return the length distributions of the requests in flight, as of the latest call of `remaining_tokens`.
+        Return None if they are unknown."""
         known = self.known_output_tokens
         if self._config.fast.policy is FastPolicy.NONE:
             return None
@@ -278,7 +278,7 @@ class Planning:
         return MovePricing(profiles, self.costs.moving(self._nics.share), gpus.per_node if gpus else 8, kv_versions)
 
     def _unknown(self, snapshot: Snapshot) -> str:
-        """Return the reason why step times of engines are unknown; empty if all step times are known."""
+        """Return the reason why step times of engines are unknown, or an empty string if all step times are known."""
         return unknown_step_times(
             {engine: times.detail for engine, times in self.step_times(snapshot).items() if not times.source}
         )
@@ -294,8 +294,8 @@ class Planning:
 
 
 def _move_fixed(body: Mapping[str, Any]) -> tuple[MoveMethod, float] | None:
-    """Return a move method and the learned fixed part of its duration in seconds; None if the journal entry is about
-    another number."""
+    """Return a move method and the learned fixed part of its duration in seconds. Return None if the journal entry is
+    about another number."""
     if body.get("figure") != MOVE_FIXED:
         return None
     return MoveMethod(body["method"]), float(body["value"])
@@ -365,15 +365,15 @@ class StepLengths:
         }
 
     def expected(self) -> StepForecast | None:
-        """Return the forecast of the running step or, if no step is running, of the next step; None if no step has
-        ended yet."""
+        """Return the forecast of the running step or, if no step is running, of the next step. Return None if no step
+        has ended yet."""
         while self._waiting:
             self._series = self._series.fold(self._waiting.popleft())
         return self._series.next
 
     def _written(self, body: Mapping[str, Any]) -> tuple[StepStatistics, ...]:
-        """Return the step in a journal entry as a tuple of one element; an empty tuple if the entry has no lengths, or
-        has lengths in other bins."""
+        """Return the step in a journal entry as a tuple of one element. Return an empty tuple if the entry has no
+        lengths, or its lengths are counted in other bins."""
         written, bins = body.get("lengths"), (self._series.bin_tokens, self._series.max_output_tokens)
         if written is None or (written["bin_tokens"], written["max_output_tokens"]) != bins:
             return ()

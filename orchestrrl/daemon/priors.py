@@ -1,5 +1,5 @@
-"""Predict initial step times for engines without a configuration, from the model and GPU that they report. Has no side
-effects.
+"""Predict initial step times for engines without a configuration, from the model and GPU that they report. The
+functions have no side effects.
 
 A prior is a prediction of the cost model (planner/cost/predict.py). If the cost model does not contain the LLM or the
 GPU, the shape of a typical engine's step times is assumed, and their scale is learned from observed batches
@@ -76,8 +76,8 @@ def model_of(facts: ServingFacts) -> tuple[Model, str]:
 def similar_model(name: str) -> Model | None:
     """Return the known model closest to an unknown name: a model of about the same size, preferably of the same family.
 
-    For example, `DeepSeek-R1-Distill-Qwen-14B` maps to qwen2.5-14b; `Mistral-7B-v0.3`, to the known 7B model. None if
-    the name contains no size, or no model of about that size is known.
+    For example, `DeepSeek-R1-Distill-Qwen-14B` maps to qwen2.5-14b, and `Mistral-7B-v0.3` maps to the known 7B model.
+    Return None if the name contains no size, or no model of about that size is known.
     """
     words = re.split(r"[-_/ ]+", name.strip().lower())
     sizes = {word for word in words if re.fullmatch(r"a?\d+(\.\d+)?b", word)}

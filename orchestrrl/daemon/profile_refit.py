@@ -1,5 +1,5 @@
-"""Re-fit cost estimates to measurements: step times and prefill to telemetry, moves and starts to their durations.
-Provide the estimate of each configuration to plans, operators and metrics.
+"""Re-fit cost estimates to measurements: step times and prefill to telemetry, moves and starts to their durations. Also
+provide the estimate of each configuration to plans, operators and metrics.
 
 This module performs no I/O, and its memory is bounded. The newest few samples are kept for each load, so that an hour
 at one load does not displace the samples of other loads; the weight of older samples decays. The initial profile keeps
@@ -70,7 +70,7 @@ class ObservedPrefill(NamedTuple):
 
     def prefill_s(self, step: StepTime) -> float | None:
         """Return the time spent on prefill in seconds, i.e. the part of the interval that decoding does not account
-        for; None if it is too uncertain or not positive."""
+        for. Return None if it is too uncertain or not positive."""
         fewest_s, most_s = (
             self.decoded_tokens / batch * step.at(batch, self.kv_tokens) for batch in (self.fewest, self.most)
         )
@@ -116,7 +116,7 @@ def steady_batch(earlier: EngineSample, later: EngineSample) -> bool:
 def batch_between(
     earlier: EngineSample, later: EngineSample, unchanged: Callable[[EngineSample, EngineSample], bool] = same_batch
 ) -> StepSample | None:
-    """Return the mean decode step between two scrapes of an engine; None if the scrapes do not determine it.
+    """Return the mean decode step between two scrapes of an engine. Return None if the scrapes do not determine it.
 
     For a `steady_batch` the step time is accurate to about a tenth.
     """
@@ -131,8 +131,8 @@ def batch_between(
 
 
 def prefilled_between(earlier: EngineSample, later: EngineSample) -> ObservedPrefill | None:
-    """Return the prompt tokens that an engine prefilled between two scrapes, and the time; None if prefill cannot be
-    separated from decoding.
+    """Return the prompt tokens that an engine prefilled between two scrapes, and the time. Return None if prefill
+    cannot be separated from decoding.
 
     While requests wait, engines differ in when they count a prompt, so such intervals are skipped.
     """
@@ -151,9 +151,9 @@ def prefilled_between(earlier: EngineSample, later: EngineSample) -> ObservedPre
 class ConfigurationEstimate:
     """The cost estimate of one configuration: its initial profile, the present estimate, and the samples behind it.
 
-    `date` returns the day of a re-fit, ISO 8601. `rebuilt_tokens` maps a context to the number of prompt tokens that
-    take as long to prefill. For an assumed configuration without a prior only the shape of its step times is valid
-    until it is `scaled`.
+    `date` returns the date of a re-fit in ISO 8601 format. `rebuilt_tokens` maps a context to the number of prompt
+    tokens that take as long to prefill. For an assumed configuration without a prior only the shape of its step times
+    is valid until it is `scaled`.
     """
 
     def __init__(
@@ -248,8 +248,8 @@ class ConfigurationEstimate:
 
     @property
     def as_written(self) -> Configuration | None:
-        """Return the configuration with the step times written in the configuration file; None if it is not in the file
-        or its step times were learned since."""
+        """Return the configuration with the step times written in the configuration file. Return None if it is not in
+        the file or its step times were learned since."""
         if self._written is None or self.refitted:
             return None
         learnt = self.profile
@@ -323,9 +323,9 @@ class ConfigurationEstimate:
         logger.info("%s: step times learned from %d observed batches", shape.id, len(self._loads))
 
     def _prefill_tokens_per_s(self) -> RefittedFigure | None:
-        """Return the prefill rate fitted to its samples; None while there are too few samples. Once there are enough
-        samples of moves, only these are used: they are more reliable than prompts, part of which a prefix cache may
-        have served."""
+        """Return the prefill rate fitted to its samples. Return None while there are too few samples. Once there are
+        enough samples of moves, only these are used: they are more reliable than prompts, part of which a prefix cache
+        may have served."""
         given, moved = self.given, self._recomputed
         if len(moved) >= LEAST_SAMPLES:
             seen, weights, by = list(moved), moved.weights(), "moves"
@@ -347,7 +347,7 @@ class ConfigurationEstimate:
         return self._figure(1 / slope_s, "prefill_tokens_per_s", fitted.error, by)
 
     def _switch_s(self) -> RefittedFigure | None:
-        """Return the duration of an engine's start, estimated from its samples; None while there are too few
+        """Return the duration of an engine's start, estimated from its samples. Return None while there are too few
         samples."""
         starts_s = self._starts_s
         if len(starts_s) < LEAST_STARTS:
@@ -425,7 +425,7 @@ class CurveRefitter:
             self._window.add(TimedSample(size, seconds), size)
 
     def fitted(self) -> CurveFit | None:
-        """Return the fitted curve; None while there are too few samples."""
+        """Return the fitted curve. Return None while there are too few samples."""
         if len(self._window) < LEAST_SAMPLES:
             return None
         return refit_curve(self._prior, list(self._window), self._window.weights(), TRUST)

@@ -168,7 +168,7 @@ class RedeployedFleet:
         )  # a peer's folder has a version's tensors
 
     def redeployment_hold(self) -> str:
-        """Return why engines must not be changed now; empty if a change is allowed."""
+        """Return why engines must not be changed now, or an empty string if a change is allowed."""
         lease = self._fleet.barrier.state.lease
         return "" if lease is None else f"the pause barrier is closed: {lease}"
 

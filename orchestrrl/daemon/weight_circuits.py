@@ -318,7 +318,7 @@ def _why(report: PeriodReport) -> str:
 
 
 def _not_joined(edges: Iterable[CarryEdge], network: SyncNetwork) -> tuple[str, ...]:
-    """Return notes on pairs of PoDs between which edges of one wave have less bandwidth than planned."""
+    """Return a note on each pair of PoDs between which the edges of one wave have less bandwidth than planned."""
     assert network.pairs is not None
     asked: defaultdict[tuple[tuple[str, str], int], dict[str, float]] = defaultdict(dict)
     for edge in edges:

@@ -29,8 +29,8 @@ class CancelOutcome:
 
 @dataclass(slots=True, eq=False)
 class Canceller:
-    """Sends cancellation orders to gateways. `totals` counts the cancelled requests per reason: on request or
-    redundant."""
+    """Sends cancellation orders to gateways. `totals` counts the cancelled requests by reason: a caller's request, or
+    redundancy."""
 
     _runner: OperationRunner
     _nodes: NodeRegistry
@@ -40,7 +40,7 @@ class Canceller:
 
     async def cancel(self, requests: Iterable[RequestId], groups: Iterable[str], reason: str) -> CancelOutcome:
         """Cancel the named requests and groups on every gateway. Raises ProblemFaults if no id is given or an id is
-        empty, Permanent if no gateway is attached."""
+        empty, and Permanent if no gateway is attached."""
         action = CancelRequests(tuple(requests), tuple(groups), reason or ASKED)
         named = (*action.requests, *action.groups)
         if not named or not all(named):

@@ -18,8 +18,8 @@ class MovedRequest:
 
 
 def checked_move(snapshot: Snapshot, request: RequestId, to_engine: EngineId) -> RequestMove:
-    """Return the move that an operator orders. Raises ProblemFaults if an id is unknown, Permanent if the request must
-    not move."""
+    """Return the move that an operator orders. Raises ProblemFaults if an id is unknown, and Permanent if the request
+    must not move."""
     found = next((view for view in snapshot.requests if view.id == request), None)
     engines = {engine.id: engine for engine in snapshot.engines}
     faults = []
@@ -58,8 +58,8 @@ def moved_requests(
 
 def fixed_parts(moved: Iterable[MovedRequest]) -> list[tuple[MoveMethod, float]]:
     """Return the method of each move and the fixed part of its duration in seconds, i.e. the duration without the
-    predicted part that grows with the context. Skips moves without a prediction or a duration, and moves that used
-    another method than ordered."""
+    predicted part that grows with the context. Skips moves without a prediction or a duration, and moves whose actual
+    method differs from the ordered method."""
     return [
         (each.move.method, each.item.duration_s - (each.move.predicted_s - each.move.fixed_s))
         for each in moved

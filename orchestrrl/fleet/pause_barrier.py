@@ -131,15 +131,16 @@ class PauseBarrier:
         return self._paused_s + (self._clock.now_s() - lease.began_s if lease else 0.0)
 
     def still_s(self, from_s: float, to_s: float) -> float:
-        """Return for how many seconds between `from_s` and `to_s` the fleet was at rest, as far as leases are
-        remembered."""
+        """Return the number of seconds between `from_s` and `to_s` in which the fleet was at rest. Only remembered
+        leases are taken into account."""
         spans = [*self._still]
         if self._still_since_s is not None:
             spans.append((self._still_since_s, to_s))
         return sum(max(0.0, min(to_s, ended_s) - max(from_s, began_s)) for began_s, ended_s in spans)
 
     def gateways(self) -> dict[NodeId, BarrierReport | None]:
-        """Return the latest report of each attached gateway, by id; None if it has not reported."""
+        """Return a mapping from the id of each attached gateway to its latest report. The value is None if the gateway
+        has not reported."""
         reports = self.reports
         return {node: reports.get(node) for node in self._nodes.gateways()}
 
@@ -197,8 +198,9 @@ class PauseBarrier:
     async def pause(self, wish: PauseRequest) -> PauseState:
         """Close the barrier and return when the engines of every gateway are at rest.
 
-        Raises ProblemFaults if a duration is out of range; Permanent if another lease holds the barrier or no gateway
-        is attached; Retryable if the fleet does not come to rest, in which case requests continue as before.
+        Raises ProblemFaults if a duration is out of range, and Permanent if another lease holds the barrier or no
+        gateway is attached. Raises Retryable if the fleet does not come to rest, in which case requests continue as
+        before.
         """
         state = self.state
         lease = wish.lease(f"g{self._journal.generation}-{next(self._leases)}", self._clock.now_s())
@@ -252,9 +254,9 @@ class PauseBarrier:
         reason: str = "",
         weights_source: str = "",
     ) -> PauseState:
-        """Open the barrier. Raises ProblemFaults if an engine is unknown, Permanent if the lease has ended. A repeated
-        identical call returns the same state. A gateway that does not answer opens later and is named in the release's
-        detail."""
+        """Open the barrier. Raises ProblemFaults if an engine is unknown, and Permanent if the lease has ended. A
+        repeated identical call returns the same state. A gateway that does not answer opens later and is named in the
+        release's detail."""
         state, engines = self.state, self._engines()
         if faults := _engine_faults("without_engine_ids", without, engines):
             raise ProblemFaults(faults)

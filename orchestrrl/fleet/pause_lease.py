@@ -1,5 +1,5 @@
 """The daemon's state of the pause barrier for weight updates: one lease at a time, and the weight version of each
-engine. Has no side effects.
+engine. The functions have no side effects.
 
 Requests are paused while a lease lasts. A lease ends when its holder resumes the fleet, or when the lease expires.
 fleet/pause_barrier.py sends the orders to gateways.
@@ -95,7 +95,7 @@ class PauseState:
 
     @property
     def weights_changing(self) -> bool:
-        """Return whether engines may be receiving other weights now. If so, no weight version is known until the lease
+        """Return whether engines may be receiving new weights. If so, all weight versions are unknown until the lease
         ends."""
         return self.lease is not None and self.lease.weights_change and self.quiet
 

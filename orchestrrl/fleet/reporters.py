@@ -44,8 +44,8 @@ class Reporters:
     def admit(
         self, name: str, incarnation: str, stream: int, sequence: int, now_s: float, readable: bool = True
     ) -> bool:
-        """Return whether a report counts: it is newer than its sender's previous reports, and the sender is the leader
-        or becomes it now."""
+        """Return whether a report counts. It counts if it is newer than its sender's previous reports, and its sender
+        is the leader or becomes the leader now."""
         key = (name, incarnation or stream)
         sender = self._senders.get(key)
         if sender is None:
@@ -77,8 +77,8 @@ class Reporters:
                 sender.ended = True
 
     def side_by_side(self, now_s: float) -> tuple[str, ...]:
-        """Return the names of the senders that report at the same time, the leader first; empty if fewer than two
-        senders report."""
+        """Return the names of the senders that report at the same time, the leader first. Return an empty tuple if
+        fewer than two senders report."""
         if len(self._senders) < 2:
             return ()
         there = [s for s in self._senders.values() if not s.ended and now_s - s.last_report_s <= REPORTING_S]

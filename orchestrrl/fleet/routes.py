@@ -155,15 +155,15 @@ class RoutingTable:
         return {engine: until_s for engine, until_s in expected.items() if until_s > now_s}
 
     def kv_versions(self, engines: Iterable[EngineView]) -> dict[EngineId, str]:
-        """Return the KV version of each engine, which includes its policy version; empty if the engine cannot transfer
-        KV. Engines with the same KV version can transfer KV to each other."""
+        """Return the KV version of each engine, which includes its policy version. The KV version is empty if the
+        engine cannot transfer KV. Engines with the same KV version can transfer KV to each other."""
         return {
             engine.id: f"{kv}@{engine.policy_version}" if (kv := self._kv_version(engine)) else "" for engine in engines
         }
 
     def _kv_version(self, engine: EngineView) -> str:
-        """Return a key shared by engines of the same configuration and weights, between which KV can be transferred;
-        empty if the engine cannot transfer KV."""
+        """Return a key shared by engines of the same configuration and weights, between which KV can be transferred, or
+        an empty string if the engine cannot transfer KV."""
         links = self._config.fleet.kv_transfer
         if links is None or links.connector is None or engine.configuration is None:
             return ""

@@ -159,8 +159,8 @@ def _apart(place: tuple[ServerAddress, str] | None, engine: _Engine) -> bool:
 
 
 def _extends(engine: _Engine, claim: ServerClaim, identities: frozenset[str]) -> bool:
-    """Return whether a claim that shares only the id with the engine may add facts about its server. It may if no
-    address of the server is known yet, or if it is the first agent's claim; but not if both have identities."""
+    """Return whether a claim that shares only the id with the engine may add facts about its server. It may do so if no
+    address of the server is known yet, or if it is the first agent's claim. It may not if both have identities."""
     if engine.identities and identities:
         return False
     return not engine.addresses or (claim.rank == 1 and not engine.has_agent)

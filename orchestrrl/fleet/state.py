@@ -333,8 +333,8 @@ class FleetState:
         return tuple(self._finished)
 
     def gateway_of(self, request: RequestId) -> NodeId | None:
-        """Return the gateway that has the request in flight, according to the newest report that contains the request;
-        None if no gateway has it."""
+        """Return the gateway that has the request in flight, according to the newest report that contains the request.
+        Return None if no gateway has it."""
         holders = [
             (record.reported_s, node)
             for node, record in self._gateways.items()
@@ -343,8 +343,8 @@ class FleetState:
         return max(holders)[1] if holders else None
 
     def gateways_of_groups(self, groups: frozenset[str]) -> dict[NodeId, tuple[str, ...]]:
-        """Return, per gateway, the groups among `groups` of which it had requests in flight at its last report.
-        Gateways without such requests are left out."""
+        """Return a mapping from each gateway to the groups among `groups` of which it had requests in flight at its
+        last report. Gateways without such requests are left out."""
         found: dict[NodeId, tuple[str, ...]] = {}
         for node, record in self._gateways.items():
             there = {request.group for request in record.in_flight} & groups
@@ -426,7 +426,8 @@ class FleetState:
             raise LimitReached(fault)
 
     def _overfull(self, new: frozenset[EngineId], gateway: NodeId | None) -> str:
-        """Return an error message that names the limit that these additions exceed; empty if they exceed none."""
+        """Return an error message that names the limit that these additions exceed, or an empty string if they exceed
+        none."""
         capacity = self._capacity
         if gateway is not None and len(self._gateways.keys() | {gateway}) > capacity.gateways:
             limit = f"at most {capacity.gateways} gateways can be registered (limits.gateways)"
@@ -534,8 +535,8 @@ class FleetState:
         return urls
 
     def reported_by(self, engine: EngineId, now_s: float) -> tuple[str, ...]:
-        """Return the agents that report the engine at the same time, first the agent whose reports count; empty if
-        fewer than two agents report it."""
+        """Return the agents that report the engine at the same time, first the agent whose reports count. Return an
+        empty tuple if fewer than two agents report it."""
         record = self._engines.get(engine)
         return () if record is None else record.reporters.side_by_side(now_s)
 
@@ -558,7 +559,7 @@ class FleetState:
     def _taken_s(
         self, node: NodeId, report: EngineReport | GatewayReport, stream: int, sampled_s: float, received_s: float
     ) -> float | None:
-        """Return when a sample was taken, in the daemon's time; None if the time cannot be determined yet."""
+        """Return when a sample was taken, in the daemon's time. Return None if the time cannot be determined yet."""
         sender = (node, report.incarnation or stream)
         clock = self._clocks.get(sender)
         if clock is None:

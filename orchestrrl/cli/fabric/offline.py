@@ -41,8 +41,8 @@ def fabric_allocate(
 
     Reads one JSON problem: `link_gbps`; `endpoints` with their `ports`; `demand`, bytes from `src` to `dst` (entries
     for the same pair are added); `eligible`, null or the pairs `[a, b]` that may be joined; `failed_ports` of endpoints
-    (a larger number means all its ports). Circuits are full duplex. The result serves at least as many pairs and
-    bytes as Algorithm 3 of the paper, and its slowest pair is no slower. Changes nothing.
+    (a larger number means all its ports). Circuits are full duplex. The result serves at least as many pairs and bytes
+    as Algorithm 3 of the paper, and its slowest pair is no slower. The command changes nothing.
 
     Example:
 
@@ -119,7 +119,7 @@ def fabric_place(file: ProblemFile) -> Output:
     Reads one JSON problem: `switches` with the ports of each endpoint's fibres, the required `circuits`, the `current`
     cross-connects and the `failed_ports`. Both ends of a circuit are on one switch. The result places as many circuits
     as possible and, among such placements, changes as few cross-connects as possible. A current cross-connect on a
-    failed port is removed. Changes nothing.
+    failed port is removed. The command changes nothing.
 
     Example:
 
@@ -211,8 +211,8 @@ def _proof(placed: "PlacedCircuits") -> str:
 
 
 class Least(NamedTuple):
-    """The endpoint with the smallest share of its circuits up. The share is relative to `of`, the smaller of its
-    numbers of circuits before and after the transition."""
+    """The endpoint that has the smallest share of its circuits up. The share is relative to `of`, the smaller of the
+    endpoint's numbers of circuits before and after the transition."""
 
     endpoint: str | None
     circuits: int
@@ -226,8 +226,8 @@ def fabric_transition(file: ProblemFile) -> Output:
     Reads one JSON problem: the endpoint at each port of the `switches`, the `current` and the `target` cross-connects,
     `max_moves_per_stage` and `min_fraction`. A stage's removals are made before its additions; the remaining circuits
     at each point are printed. If no order satisfies the limits, the result lists the pairs and endpoints that violate
-    them. The result minimizes first the number of `dark_pairs`, then of `thin_endpoints`, then of stages. Changes
-    nothing.
+    them. The result minimizes first the number of `dark_pairs`, then of `thin_endpoints`, then of stages. The command
+    changes nothing.
 
     Example:
 
@@ -251,8 +251,8 @@ def fabric_transition(file: ProblemFile) -> Output:
 def _transition_json(problem: "TransitionProblem", found: "Transition") -> dict[str, Any]:
     """Return the stages, the dark pairs as objects `{"a", "b"}`, and the thin endpoints.
 
-    `points` lists, for each point of the transition, the total number of circuits and the endpoint with the smallest
-    share.
+    `points` lists, for each point of the transition, the total number of circuits and the endpoint that has the
+    smallest share of its circuits up.
     """
     from planner.fabric.transition import circuits_up
 
@@ -313,7 +313,8 @@ def _leasts(lights: "tuple[CircuitsUp, ...]") -> Iterator[tuple["CircuitsUp", Le
 
 
 def _transition_rows(found: "Transition", lights: "tuple[CircuitsUp, ...]") -> Iterator[tuple[object, ...]]:
-    """Yield a row per point of the transition: moves, circuits up, and the endpoint with the smallest share."""
+    """Yield a row per point of the transition: the moves, the circuits up, and the endpoint that has the smallest share
+    of its circuits up."""
     for light, least in _leasts(lights):
         moved: tuple[PortPair, ...] = ()
         if light.stage:

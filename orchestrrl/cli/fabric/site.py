@@ -45,8 +45,8 @@ def check(file: SiteFile) -> Output:
     """Validate the cabling of a site and print its capacity. If it is invalid, print all errors.
 
     Errors are, for example, a port used twice or beyond the switch, a fibre without a far end, an unreachable ToR or
-    PoD, a NIC on the wrong rail, or a GPU in two servers: one line each, exit status 2. For a valid site, print the
-    capacities, the oversubscription of ToRs and uplinks, spare ports and warnings.
+    PoD, a NIC on the wrong rail, or a GPU in two servers. Each error is printed on one line, and the exit status is 2.
+    For a valid site, print the capacities, the oversubscription of ToRs and uplinks, spare ports and warnings.
 
     Example:
 
@@ -268,7 +268,8 @@ def generate(
     Each ToR and uplink is fibred to every switch of its PoD, each uplink to every switch of the core, and lanes are
     reserved for responses. Defaults are those of the paper's simulations: servers of 8 GPUs and 8 NICs of 200 Gbps,
     Polatis switches. ToRs then have the same capacity up and down, and the uplinks of a PoD carry half of it. The
-    minimum number of switches is used. An impossible combination is reported with the options to change, exit status 2.
+    minimum number of switches is used. For an impossible combination, the command prints the options to change and
+    exits with status 2.
 
     Example:
 

@@ -224,8 +224,8 @@ def _source(barrier: dict[str, Any]) -> list[str]:
 
 
 def progress(barrier: dict[str, Any]) -> str:
-    """Return the numbers of running, frozen and held requests as text; empty if the barrier is open or reports are
-    outdated."""
+    """Return the numbers of running, frozen and held requests as text, or an empty string if the barrier is open or
+    reports are outdated."""
     reports = [gateway["report"] for gateway in barrier["gateways"] if gateway["report"]]
     old = barrier["phase"] == "quiet" and any(report["phase"] != "quiet" for report in reports)
     if barrier["phase"] in ("", "open") or not reports or old:

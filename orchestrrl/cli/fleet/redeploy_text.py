@@ -180,7 +180,8 @@ class StageSteps:
         return min((step["began_unix_s"] for step in self.steps if step["began_unix_s"] is not None), default=None)
 
     def ended_s(self, now_s: float) -> float | None:
-        """Return the end of the last step that has started; `now_s` while a step runs; None if no end was recorded."""
+        """Return the end of the last step that has started. Return `now_s` while a step runs, and None if no end was
+        recorded."""
         ends = [
             now_s if step["state"] == "running" else step["began_unix_s"] + step["elapsed_s"]
             for step in self.steps

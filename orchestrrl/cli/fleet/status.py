@@ -254,7 +254,8 @@ def remarks(workers: Iterable[dict[str, Any]], nodes: Iterable[str] = ()) -> lis
 
 
 def barrier_summary(barrier: dict[str, Any] | None) -> list[str]:
-    """Return the state of the pause barrier as lines; no lines if the barrier is open and no policy version is set."""
+    """Return the state of the pause barrier as lines. Return no lines if the barrier is open and no policy version is
+    set."""
     if barrier is None or (barrier["phase"] in ("", "open") and barrier["policy_version"] is None):
         return []
     lines = barrier_lines(barrier)
@@ -262,7 +263,7 @@ def barrier_summary(barrier: dict[str, Any] | None) -> list[str]:
 
 
 def fabric_summary(seen: dict[str, Any]) -> list[str]:
-    """Return lines on the latest period and the operator's control; no lines if there is no optical fabric."""
+    """Return lines on the latest period and the operator's control. Return no lines if there is no optical fabric."""
     control, period = seen["fabric_control"], seen["fabric_period"]
     if control is None:
         return []
@@ -296,8 +297,8 @@ def fabric_control_text(control: dict[str, Any]) -> str:
 
 
 def weights_summary(weights: dict[str, Any] | None, now_unix_s: float) -> list[str]:
-    """Return one line with the committed version, the running sync and quarantined engines; no line if there is nothing
-    to report."""
+    """Return one line with the committed version, the running sync and quarantined engines. Return no line if there is
+    nothing to report."""
     if weights is None:
         return []
     parts = [] if weights["committed_version"] is None else [f"version {weights['committed_version']}"]

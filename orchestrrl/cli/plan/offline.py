@@ -27,7 +27,8 @@ def solve(file: ProblemFile) -> Output:
     """Compute which engines to run on which GPUs, and which requests each decodes, to minimize the makespan.
 
     Reads one JSON problem: `gpus`, `configurations`, the `current` instances, `requests` with their estimated remaining
-    tokens, and the costs of moves and switches. Prints the decision with a proven lower bound. Changes nothing.
+    tokens, and the costs of moves and switches. The command prints the decision with a proven lower bound. It changes
+    nothing.
 
     Example:
 

@@ -114,8 +114,8 @@ def score(
 ) -> Output:
     """Compare predicted with measured time per output token, per row and as ratios between TP sizes.
 
-    Predictions are cross-validated: constants are not fitted on the scored model, nor profiles on the scored prompt and
-    output lengths. Rows that cannot be predicted are listed with the reason.
+    Predictions are cross-validated. Constants are not fitted on the scored model, and profiles are not fitted on the
+    scored prompt and output lengths. Rows that cannot be predicted are listed with the reason.
 
     Example: `orchestrrl profile score silicon.csv --source measured`
     """

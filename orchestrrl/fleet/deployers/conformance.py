@@ -9,10 +9,10 @@
             # must return a new deployer; a name identifies one FleetIdentity, and is a DNS label
             return MyDeployer(stub_launch(self.folder), FleetIdentity(fleet, str(self.folder / fleet)), {}, WallClock())
 
-Four GPUs, 0 to 3, must be free. `spec` returns the specs of the engines: by default those of the stub below, which is
-an HTTP server that answers every request with 200 and reads its behaviour from its environment. List the behaviours
-that a harness cannot produce in `cannot`, each with the reason (e.g. a fake container that never exits); their tests
-are skipped with this reason.
+Four GPUs, 0 to 3, must be free. `spec` returns the specs of the engines. By default, the engines are the stub below: an
+HTTP server that answers every request with 200 and reads its behaviour from its environment. If a harness cannot
+produce a behaviour, such as a container that never exits, add it to `cannot` with the reason. The tests of this
+behaviour are then skipped with this reason.
 """
 
 import asyncio
@@ -89,8 +89,8 @@ while True:
 
 
 def stub_launch(folder: Path, first_port: int = 0) -> EngineLaunch:
-    """Write the stub to `folder` and return launch settings with it as `python`. `first_port` 0 selects a range of free
-    ports."""
+    """Write the stub to `folder` and return launch settings with it as `python`. If `first_port` is 0, a range of free
+    ports is selected."""
     program = folder / "stub"
     program.write_text(f"#!{sys.executable} -IS\n{STUB}")
     program.chmod(0o755)

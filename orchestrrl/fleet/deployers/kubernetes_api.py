@@ -1,8 +1,8 @@
 """Send requests to a Kubernetes API server through the official client, and map its failures to errors.
 
-Objects are dicts as in the API, not the client's models: fields of a newer server or a user's pod template that the
-client does not define are neither lost nor refused. Tests check that the dicts fit the models. The client is installed
-with `orchestrrl[kubernetes]`.
+Objects are dicts as in the API, not the client's models. Therefore, the client preserves and accepts fields that it
+does not define, such as those of a newer server or of a user's pod template. Tests check that the dicts fit the models.
+The client is installed with `orchestrrl[kubernetes]`.
 """
 
 import asyncio

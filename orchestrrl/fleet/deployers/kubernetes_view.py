@@ -88,7 +88,8 @@ def gates(pod: Object) -> list[Object]:
 
 
 def cannot_be_made(made: Object) -> str:
-    """Return why Kubernetes refuses to create the pods, e.g. a quota or a policy; empty if it does not refuse."""
+    """Return why Kubernetes refuses to create the pods, e.g. a quota or a policy, or an empty string if it does not
+    refuse."""
     for condition in made.get("status", {}).get("conditions") or []:
         if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
             return f"its pod is refused: {condition.get('message', condition.get('reason', ''))}"
@@ -185,8 +186,8 @@ def pods_path(namespace: str) -> str:
 
 @dataclass(slots=True, eq=False)
 class FleetView:
-    """Reads the objects of one fleet. `nodes_known_s` is how long the state of a node is cached, in seconds; it should
-    be far below the 40 s after which Kubernetes marks a node as lost. If it is None, nodes are not read."""
+    """Reads the objects of one fleet. `nodes_known_s` is the number of seconds for which the state of a node is cached.
+    It should be far below the 40 s after which Kubernetes marks a node as lost. If it is None, nodes are not read."""
 
     _api: KubernetesApi
     _namespace: str
@@ -220,7 +221,7 @@ class FleetView:
         return dict(found)
 
     async def answering(self, pods: Sequence[Object]) -> dict[str, bool]:
-        """Return, per name of the pods' nodes, whether the node answers."""
+        """Return a mapping from the name of each pod's node to whether the node answers."""
         if self._nodes_known_s is None:
             return {}
         names = sorted(set(map(_node, pods)) - {""})

@@ -2,15 +2,16 @@
 
 A layout maps to `--tensor-parallel-size`, `--pipeline-parallel-size`, `--data-parallel-size` and
 `--enable-expert-parallel` (vLLM spreads experts over all of an engine's TP x DP GPUs, or over none). An engine over
-several nodes has a process on each node, all but the first without an API (`--headless`); the flags of each process
-follow vLLM's documentation on parallel serving and its engine/arg_utils.py (0.32). vLLM's parser has accepted all of
-these flags; multi-node engines and AFD have not been run here.
+several nodes has a process on each node. Only the first process serves the API; the flag `--headless` disables it in
+the other processes. The flags of each process follow vLLM's documentation on parallel serving and its
+engine/arg_utils.py (0.32). vLLM's parser has accepted all of these flags; multi-node engines and AFD have not been run
+here.
 
-AFD is vllm-project/afd-plugin, experimental: vLLM with the plugin installed, two groups of processes, and the side in
-`--additional-config` under `afd` (its README, recipes and afd_plugin/config.py, for vLLM 0.30.0). Of its connectors,
-P2pNcclAFDConnector is rendered. The plugin overlaps at most two micro-batches (`--enable-dbo`), and needs at least as
-many attention ranks as FFN ranks. vLLM 0.26 required the number of attention ranks to be a multiple of the number of
-FFN ranks; this is not checked.
+AFD requires the experimental plugin vllm-project/afd-plugin in vLLM's environment. An AFD engine has two groups of
+processes. The section `afd` of `--additional-config` defines the side of each group, as described in the plugin's
+README, recipes and afd_plugin/config.py for vLLM 0.30.0. The rendered connector is P2pNcclAFDConnector. The plugin
+overlaps at most two micro-batches (`--enable-dbo`), and needs at least as many attention ranks as FFN ranks. vLLM 0.26
+required the number of attention ranks to be a multiple of the number of FFN ranks; this is not checked.
 """
 
 import json
@@ -28,7 +29,7 @@ ADDITIONAL = "--additional-config"
 
 
 def decided_for(group: "VllmProcesses") -> dict[str, str | None]:
-    """Return the flags of DECIDED that users may not change for this group, with vLLM's defaults."""
+    """Return the flags of DECIDED that users may not change for this group. Each flag is mapped to vLLM's default."""
     decided = dict(DECIDED)
     if len(group.parts) == 1:  # on one node Ray may place the replicas; elastic EP needs that
         del decided["--data-parallel-backend"]

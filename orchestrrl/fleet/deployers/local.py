@@ -140,8 +140,8 @@ class LocalDeployer:
 
     @property
     def can_scale(self) -> bool:
-        """Return whether engines can be scaled: True for simulated engines. A vLLM server only uses the GPUs that it
-        was started with, unless Ray places its replicas, which was never tested because it needs GPUs."""
+        """Return whether engines can be scaled. Simulated engines can be scaled. A vLLM server can be scaled only if
+        Ray places its replicas, which was never tested because it needs GPUs."""
         words = self._launch.arguments
         by_ray = ("--data-parallel-backend", "ray") in pairwise(words) or "--data-parallel-backend=ray" in words
         return self._launch.engine is EngineProduct.SIMULATED or by_ray
@@ -249,7 +249,7 @@ class LocalDeployer:
 
     def _running(self, engine: EngineId) -> DeployedInstance | None:
         """Return the engine if its record and its recorded processes show that it runs, without a scan of all processes
-        of the machine; None if a scan is needed."""
+        of the machine. Return None if a scan is needed."""
         record = self._records.read_one(engine)
         if record is None or record.stopping or not record.leaders:
             return None

@@ -215,7 +215,8 @@ def is_alive(leader: tuple[int, float]) -> bool:
 
 
 def exit_status(pid: int) -> int | None:
-    """Reap a child process and return its exit status; None if it has not ended or is not a child of this process."""
+    """Reap a child process and return its exit status. Return None if it has not ended or is not a child of this
+    process."""
     try:
         ended, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:

@@ -1,9 +1,9 @@
 """Start and stop engines as actors of a Ray cluster, which an RL job may also use.
 
-An engine has a placement group with a bundle for each of its processes, tied to the planned node, or bundles of a group
-that the job has reserved; a detached actor in each bundle; and under the actor the process of one command line. A GPU's
-number determines its node; Ray decides which GPU of the node it is (`CUDA_VISIBLE_DEVICES`). `per_gpu` is what is
-requested from Ray for each GPU, so that a cluster without GPUs can count another resource.
+An engine has a placement group with a bundle for each of its processes, tied to the planned node. Alternatively, it
+uses bundles of a group that the job has reserved. Each bundle has a detached actor, which runs the process of one
+command line. A GPU's number determines its node. Ray selects the GPU on this node (`CUDA_VISIBLE_DEVICES`). `per_gpu`
+is what is requested from Ray for each GPU, so that a cluster without GPUs can count another resource.
 
 Sleeping engines keep their GPUs, and running engines cannot get more: Ray assigns a bundle's GPUs to an actor for the
 actor's lifetime, and cannot account for any other use of them.
@@ -83,7 +83,7 @@ class RayOptions(Section):
 
 
 class RayDeployer(FixedGpusDeployer):
-    """Deploys one fleet's engines in a Ray cluster. The constructor raises ProblemFaults if options are invalid,
+    """Deploys one fleet's engines in a Ray cluster. The constructor raises ProblemFaults if options are invalid, and
     Permanent if Ray is not installed."""
 
     keeps_gpus = "Ray assigns them to the engine's actor for its lifetime"

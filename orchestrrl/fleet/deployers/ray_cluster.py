@@ -1,8 +1,8 @@
 """Start, inspect and stop the engines of one fleet in a Ray cluster. Runs in the process of a RayDriver.
 
-An engine has a record in the cluster's key-value store, which is written first and deleted last, so that every
-interrupted start is detected; its own placement group, unless the RL job has reserved bundles for engines
-(`ray_places.py`); and detached actors named `ENGINE#PROCESS.SEAT` in the fleet's namespace.
+An engine has a record in the cluster's key-value store. The record is written first and deleted last, so that every
+interrupted start is detected. The engine has its own placement group, unless the RL job has reserved bundles for
+engines (`ray_places.py`). Its detached actors are named `ENGINE#PROCESS.SEAT` and are in the fleet's namespace.
 
 The process needs only Ray, the standard library and the modules that this module imports; `ray.py` starts and calls it.
 Each line of standard input is a call, `{"id", "call", ...}`. Each line of standard output is the answer to a call,

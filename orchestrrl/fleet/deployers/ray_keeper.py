@@ -38,8 +38,8 @@ class PlaceKeeper:
         self._mark = ""
 
     def place(self, host: str, ports: Sequence[tuple[int, bool]]) -> dict[str, Any]:
-        """Return the node's address, Ray's GPU ids, and the first free port, which is reserved from now on; port 0 if
-        `ports` is empty. `ports` is as `tries` in `hold_port`. Raises OSError if no port is free."""
+        """Return the node's address, Ray's GPU ids, and the first free port, which is reserved from now on. The port is
+        0 if `ports` is empty. `ports` has the format of `tries` in `hold_port`. Raises OSError if no port is free."""
         import ray
 
         if ports and self._port_holder is None:

@@ -1,9 +1,9 @@
 """Choose where in a Ray cluster an engine's processes run. Runs in `ray_cluster.py`.
 
-A part is the GPUs that one process needs on one node: `{"process", "node": the fleet's number, "local": [GPUs as
-numbered on the node], "units": count}`. A seat is a bundle that one actor of a process uses: `{"process", "seat",
-"node": Ray's id, "address", "group", "bundle", "units"}`. A process runs in its first seat; its other seats only hold
-resources.
+A part describes the GPUs that one process needs on one node: `{"process", "node": the fleet's number, "local": [GPUs as
+numbered on the node], "units": count}`. A seat describes a bundle that one actor of a process uses: `{"process",
+"seat", "node": Ray's id, "address", "group", "bundle", "units"}`. A process runs in its first seat; its other seats
+only hold resources.
 """
 
 import time
@@ -117,7 +117,8 @@ class EnginePlaces:
         return seats
 
     def _offer(self) -> dict[str, list[tuple[str, int]]]:
-        """Return, per node id, a (group, bundle) pair for each GPU in the bundles on it."""
+        """Return a mapping from each node's id to a list with a (group, bundle) pair for each GPU in the bundles on the
+        node."""
         patterns = self._settings["placement_groups"]
         tables = [
             table

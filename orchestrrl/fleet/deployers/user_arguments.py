@@ -98,9 +98,9 @@ class OwnedFlags:
     by: str  # the layout's name, for messages
 
     def merge(self, given: Iterable[VllmArgument], usual: Mapping[str, str]) -> tuple[list[str], list[str]]:
-        """Return the words of a command line, and faults. The flags that the layout decides and the default flags in
-        `usual` each occur once. A user's argument replaces a flag in `usual`. A user's argument is dropped if it
-        repeats a decided flag, and is a fault if it contradicts one."""
+        """Return the words of a command line, and faults. Each flag that the layout decides, and each default flag in
+        `usual`, occurs once. A user's argument replaces a flag in `usual`. A user's argument is dropped if it repeats a
+        decided flag, and is a fault if it contradicts one."""
         own: list[VllmArgument] = []
         faults: list[str] = []
         known = {**self.defaults, **self.elsewhere, **self.values}

@@ -50,7 +50,7 @@ class FleetControl(Protocol):
         """Return the plan with this id. Raises Permanent if the plan is no longer stored."""
 
     def redeployment_hold(self) -> str:
-        """Return why no engine may be changed now; empty if a change is allowed."""
+        """Return why no engine may be changed now, or an empty string if a change is allowed."""
 
     def redeployment_ended(self, plan: PlanId, outcome: RedeploymentOutcome) -> None: ...
 
@@ -172,9 +172,9 @@ class RedeployActions:
         return await actions[kind](engine)
 
     async def reference(self, *, patient: bool) -> AnswerExcerpt | None:
-        """Return an answer of the least loaded serving engine that can give one, or None if no engine can. An engine
-        without a free seat answers only after other requests end, so it is used only if `patient` is set; otherwise an
-        answer can be taken later from an engine without requests."""
+        """Return an answer of the least loaded serving engine that can provide one, or None if no engine can provide
+        one. An engine without a free seat answers only after other requests end, so it is used only if `patient` is
+        set; otherwise an answer can be taken later from an engine without requests."""
         found: list[tuple[bool, int, EngineId]] = []
         for spec in self.redeployment.old:
             deployed = self.running.get(spec.engine)
@@ -305,7 +305,8 @@ class RedeployActions:
             await self._clock.sleep(POLL_S)
 
     async def _busy(self, engine: EngineId) -> str:
-        """Return a description of the requests that the engine itself reports; empty if it reports none."""
+        """Return a description of the requests that the engine itself reports, or an empty string if it reports
+        none."""
         deployed = self.running.get(engine)
         if deployed is None or deployed.life is not EngineLife.ALIVE or not deployed.url:
             return ""

@@ -210,8 +210,8 @@ class RedeploymentController:
 
     def draft(self, wish: RedeployRequest) -> tuple[Redeployment, tuple[Stage[steps.RedeployStep], ...]]:
         """Return the redeployment that a request leads to, and its stages. There are no stages if the fleet already has
-        the requested engines. Raises ProblemFaults with all faults of the request, Permanent if the redeployment is not
-        possible now."""
+        the requested engines. Raises ProblemFaults with all faults of the request, and Permanent if the redeployment is
+        not possible now."""
         standing = self._standing()
         id = self._next_id()
         if wish.plan and not wish.targets:
@@ -335,8 +335,8 @@ class RedeploymentController:
             raise Permanent(f"another change of the deployment is in progress{which}")
 
     def _begin(self, redeployment: Redeployment, *, tell: bool = True) -> "asyncio.Task[RedeploymentOutcome]":
-        """Start a redeployment and return its task. With `tell`, report its end to the control plane; set it unless the
-        caller does so."""
+        """Start a redeployment and return its task. If `tell` is true, also report its end to the control plane. Set
+        `tell` to false only if the caller reports the end."""
         self._run = run = self._new_run(redeployment)
         task = self._start(self._carry(run, run.run(), tell=tell))
         task.add_done_callback(_log_defect)
@@ -385,7 +385,7 @@ class RedeploymentController:
         return outcome
 
     def _starts(self, run: RedeploymentRun) -> dict[EngineId, EngineStart]:
-        """Return the start durations of the engines whose start was typical."""
+        """Return the start durations of the engines whose start is typical of later starts."""
         expected_s = {id: known.switch_s for id, known in run.acts.configurations.items()}
         return {
             spec.engine: EngineStart(spec.configuration, elapsed_s, expected_s.get(spec.configuration, elapsed_s))
@@ -394,8 +394,8 @@ class RedeploymentController:
         }
 
     def _as_usual(self, run: RedeploymentRun, engine: EngineId) -> bool:
-        """Return whether the engine's start is typical of its later starts. The start of an engine that is kept asleep
-        is not, since the engine is started only once and woken later."""
+        """Return whether the engine's start is typical of its later starts. Return False for an engine that is kept
+        asleep, because it is started only once and is woken up afterwards."""
         if not self._deployment.keep_asleep or engine in {spec.engine for spec in run.redeployment.asleep}:
             return True
         offers = self._offers(engine)

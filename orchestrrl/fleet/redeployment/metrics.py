@@ -1,4 +1,4 @@
-"""Export metrics of redeployments: how many ended with each outcome, and how long each kind of step takes."""
+"""Export metrics of redeployments: the number of redeployments by outcome, and the duration of each kind of step."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence

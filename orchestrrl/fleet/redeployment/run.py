@@ -71,8 +71,8 @@ class RedeploymentRun(Description[RedeployStep]):
         )
 
     def elapsed_s(self, engine: EngineId) -> float | None:
-        """Return the seconds from when the previous engines on its GPUs began to leave until the engine was verified,
-        or None if it was not verified."""
+        """Return the seconds from the time when the previous engines on the engine's GPUs began to leave until the
+        engine was verified. Return None if it was not verified."""
         gpus = {gpu for spec in self.redeployment.coming if spec.engine == engine for gpu in spec.gpus}
         in_the_way = {spec.engine for spec in self.redeployment.leaving if gpus.intersection(spec.gpus)}
         began_s, verified_s = [], []
@@ -177,7 +177,7 @@ class RedeploymentRun(Description[RedeployStep]):
         return step.kind is StepKind.RETIRE
 
     async def again(self, chain: RedeployChain, failed: RedeployStep) -> RedeployChain:
-        """Stop an engine that came up only in part, to free its GPUs, and return the chain of steps for another
+        """Stop an engine whose start did not complete, to free its GPUs, and return the chain of steps for another
         attempt. An engine that could not be woken is started instead."""
         if failed.engine is None or failed.kind not in (*_TAKES_GPUS, StepKind.SCALE, *steps.BRING_UP):
             return chain

@@ -1,9 +1,9 @@
 """Plan a redeployment as ordered steps from the present engines to the requested engines, and back, without side
 effects.
 
-The order preserves these invariants: engines that stay never stop serving; no new requests go to an engine that is
-about to stop; an engine stops only when it has no request that its gateway would not take back; a GPU serves one engine
-at a time; new engines serve once all of them are verified. run.py carries the steps out.
+The order preserves these invariants. Engines that stay never stop serving. No new requests go to an engine that is
+about to stop. An engine stops only when it has no request that its gateway would not take back. A GPU serves one engine
+at a time. New engines serve once all of them are verified. run.py carries out the steps.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -188,7 +188,7 @@ def flows_between_tors(box: Testbed, intent: Intent) -> list[Flow]:
 
 
 def _mean(bursts: Sequence[Burst]) -> float | None:
-    """Return the mean rate of bursts in Mbit/s, summed over flows and without the warm-up; None if there are no
+    """Return the mean rate of bursts in Mbit/s, summed over flows and without the warm-up. Return None if there are no
     bursts."""
     rates = [mbps(flows, since_s + WARM_UP_S, until_s) for since_s, until_s, flows in bursts]
     return sum(rates) / len(rates) if rates else None

@@ -86,8 +86,8 @@ class DemoOutcome(ComparedDemo[SeedOutcome]):
 
     @property
     def limit(self) -> tuple[float, int, int] | None:
-        """The largest fraction of a step that the step's longest response would take alone on an engine, with the
-        number of tokens of that response and the seed; None without an oracle."""
+        """The largest fraction of a step that the step's longest response would take alone on an engine, with that
+        response's number of tokens and seed. It is None if there is no oracle."""
         return max(
             (
                 (outcome.oracle.lower_bound_s / outcome.shown.makespan_s, outcome.oracle.longest_tokens, outcome.seed)

@@ -37,8 +37,8 @@ class PaperClaim:
         return cls(-inf, value)
 
     def difference(self, ours: float) -> float:
-        """Return the difference of `ours` from the nearer end of the range, relative to that end; 0 inside the
-        range."""
+        """Return the difference of `ours` from the nearer end of the range, relative to that end. Inside the range, the
+        difference is 0."""
         if self.low <= ours <= self.high:
             return 0.0
         end = self.low if ours < self.low else self.high

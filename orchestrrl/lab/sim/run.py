@@ -119,7 +119,7 @@ class ControlledRun:
 
     @property
     def known_output_tokens(self) -> dict[RequestId, int] | None:
-        """The exact answer lengths in the oracle arm; None in other arms."""
+        """The exact answer lengths in the oracle arm. In other arms, it is None."""
         if self.control.knowledge != "oracle":
             return None
         return {request.id: request.output_tokens for requests in self.steps for request in requests}
@@ -244,7 +244,7 @@ class ArmRun:
 
     @property
     def calibration_error(self) -> float | None:
-        """The relative error of predicted makespans, as the median over plans; None without plans."""
+        """The relative error of predicted makespans, as the median over plans. It is None if there are no plans."""
         errors = [abs(p - a) / a for run in self.seeds for p, a in run.predicted_actual_s if a > 0]
         return median(errors) if errors else None
 
@@ -266,7 +266,7 @@ class NotKnowing:
 
     @property
     def kept(self) -> float | None:
-        """The fraction of the oracle's gain that is reached with the forecast; None if the oracle has no gain."""
+        """The fraction of the oracle's gain that is reached with the forecast. It is None if the oracle has no gain."""
         gain_s = self.static_s - self.oracle_s
         return (self.static_s - self.forecast_s) / gain_s if gain_s > 0 else None
 
@@ -284,8 +284,8 @@ class ScenarioOutcome:
 
     @property
     def ceiling_gain(self) -> float | None:
-        """The ceiling's gain over the tuned static baseline with round-robin prompts; None if that baseline was not
-        run."""
+        """The ceiling's gain over the tuned static baseline with round-robin prompts. It is None if that baseline was
+        not run."""
         baseline = self.arm("verl_to")
         return None if baseline is None else sum(run.total_s for run in baseline.seeds) / self.ceiling.redeploying_s
 
@@ -297,7 +297,7 @@ class ScenarioOutcome:
 
     @property
     def not_knowing(self) -> NotKnowing | None:
-        """The makespans by knowledge of lengths; None if a required arm was not run."""
+        """The makespans by knowledge of lengths, or None if a required arm was not run."""
         static, forecast, oracle, mean = (self.arm(name) for name in ("verl_to", "both", "oracle", "mean_only"))
         if static is None or forecast is None or oracle is None:
             return None

@@ -195,7 +195,7 @@ class World:
     # --- the edges
 
     def _live_engine(self, url: str) -> VirtualEngine | None:
-        """Return the running engine at a URL, advanced to the current time; None if no engine runs there."""
+        """Return the running engine at a URL, advanced to the current time. Return None if no engine runs there."""
         engine = self._by_url.get(url)
         if engine is None or engine.stopped_s is not None:
             return None

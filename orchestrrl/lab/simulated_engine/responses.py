@@ -78,8 +78,8 @@ class Formatter:
         }
 
     def _prompt_logprobs(self, alternatives: int) -> list[dict[str, Any] | None]:
-        """Return the log-probabilities of the prompt's tokens; None for the first token. At most one alternative, the
-        most likely token, is included per token."""
+        """Return the log-probabilities of the prompt's tokens. The first token has None instead. At most one
+        alternative, the most likely token, is included per token."""
         context = self._request.prompt_ids
         rows: list[dict[str, Any] | None] = [None]
         computed = self._model.prompt_logprobs(context, self._request.seed)

@@ -121,10 +121,10 @@ TOLERANCE = 1e-3
 def finish_s(
     network: LinkNetwork, flows: GpuFlows, routes: FlowRoutes | None = None, *, tolerance: float = TOLERANCE
 ) -> Floats:
-    """Return the end time of each flow in seconds if all flows start at 0; inf for a flow over a link without capacity.
-    Finished flows release their bandwidth. Flows whose end times differ by at most the fraction `tolerance` are ended
-    in one step, so that a link falls behind by at most that fraction of its bytes. `routes` are the flows' routes, if
-    already computed."""
+    """Return the end time of each flow in seconds if all flows start at 0. The end time is inf for a flow over a link
+    without capacity. Finished flows release their bandwidth. Flows whose end times differ by at most the fraction
+    `tolerance` are ended in one step, so that a link falls behind by at most that fraction of its bytes. `routes` are
+    the flows' routes, if already computed."""
     problem = FlowProblem.of(network, network.routes(flows) if routes is None else routes)
     return _finish(problem, flows.bytes, np.zeros(len(flows)), tolerance)[0]
 

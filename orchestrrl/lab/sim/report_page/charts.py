@@ -68,7 +68,7 @@ def _lanes(spans: Sequence[TimelineSpan]) -> dict[str, list[TimelineSpan]]:
 
 
 def stage_s(run: RlRun, stage: str) -> float | None:
-    """Return the median duration of a stage in seconds; None if the stage did not run."""
+    """Return the median duration of a stage in seconds. Return None if the stage did not run."""
     took = [span.end_s - span.begin_s for span in run.spans if span.stage == stage and span.lane != FAULTS]
     return median(took) if took else None
 

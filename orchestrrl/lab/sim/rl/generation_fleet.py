@@ -55,7 +55,7 @@ class UniformFleet:
 
     @property
     def ffn(self) -> Ints:
-        """The FFN GPUs under AFD, as an array indexed by [instance, rank]; empty without AFD."""
+        """The FFN GPUs under AFD, as an array indexed by [instance, rank]. Without AFD, the array is empty."""
         return self.gpus[:, self.parallelism.attention_gpus :] if self.parallelism.afd else self.gpus[:, :0]
 
 

@@ -287,8 +287,8 @@ class _Line:
                 self._train(train_s)
 
     def _next_training_s(self, samples: int) -> float:
-        """Return the earliest begin of the next training step if only the first `samples` samples are used; inf if
-        these do not suffice."""
+        """Return the earliest begin of the next training step if only the first `samples` samples are used. Return inf
+        if these do not suffice."""
         index = len(self.train_end_s)
         if index + 1 == len(self.needs.taken) or self.needs.taken[index + 1] > samples:
             return inf
@@ -297,8 +297,8 @@ class _Line:
         return max(self.trainer_free_s, ready_s, self.engines_free_s if self.rules.shared else 0.0)
 
     def _next_carry_s(self) -> float:
-        """Return the begin of the next sync that no stage waits for; inf if the version is not trained yet or is not
-        used."""
+        """Return the begin of the next sync that no stage waits for. Return inf if the version is not trained yet or is
+        not used."""
         version = len(self.sync_end_s)
         if not self._carries or version > min(len(self.train_end_s), self.needs.carried):
             return inf

@@ -278,7 +278,7 @@ def _or_never(failed: SimulatedFailures, seconds: Callable[[], float]) -> float:
 
 def lane_of(scenario: ClusterScenario, part: FaultyPart, number: int) -> FabricStage:
     """Return the stage to whose lane a failed component belongs: generation for engines, and for NICs and servers that
-    generate; otherwise training."""
+    generate. All other components belong to training."""
     cluster = scenario.cluster
     per = {
         FaultyPart.NIC: cluster.gpus_per_server // cluster.nics_per_server,

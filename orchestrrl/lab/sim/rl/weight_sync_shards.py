@@ -93,8 +93,8 @@ def trainer_layout(job: TrainJob) -> TrainerLayout:
 
 
 def _engines(fleet: UniformFleet) -> tuple[list[EngineLayout], list[EngineLayout]]:
-    """Return the engine layouts that receive dense parameters and the layouts that receive experts. Under AFD these are
-    the attention GPUs and the FFN GPUs; otherwise both are the same engines."""
+    """Return the engine layouts that receive dense parameters and the layouts that receive experts. Under AFD,
+    attention GPUs receive dense parameters and FFN GPUs receive experts. Otherwise, the same engines receive both."""
     p = fleet.parallelism
     if not p.afd:
         whole = [
@@ -170,7 +170,7 @@ def site_of(network: LinkNetwork) -> SyncSite:
 
 
 def _owners(network: LinkNetwork, nodes: int) -> Ints:
-    """Return the server of each NIC and NVLink switch, as an array indexed by node; -1 for other nodes."""
+    """Return the server of each NIC and NVLink switch, as an array indexed by node. Other nodes have the value -1."""
     assert network.ends is not None
     servers, owner = network.servers, np.full(nodes, -1, np.int64)
     owner[: servers.nics] = np.arange(servers.nics) // servers.nics_per_server

@@ -237,7 +237,7 @@ def memory_of(job: TrainJob) -> Memory:
 
 
 def fault_of(job: TrainJob) -> str | None:
-    """Return the error message for a job that exceeds GPU memory by more than MARGIN; None if it may fit."""
+    """Return the error message for a job that exceeds GPU memory by more than MARGIN. Return None if it may fit."""
     need, has_bytes = memory_of(job), job.gpu.hbm_bytes
     if need.bytes <= MARGIN * has_bytes:
         return None

@@ -61,8 +61,8 @@ def reduced(
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """The times in seconds to reduce a rank's gradients and to gather its parameters on one network; infinite without a
-    path."""
+    """The times in seconds to reduce a rank's gradients and to gather its parameters on one network. The times are
+    infinite if there is no path."""
 
     reduce_s: float
     gather_s: float
@@ -110,8 +110,8 @@ def shortest(
 
 
 def last_sent_s(given: StageLoad, schedule: PipelineSchedule) -> float:
-    """Return the time at which the forward and backward passes of all ranks have finished sending; 0 if they never
-    send."""
+    """Return the time at which the forward and backward passes of all ranks have finished sending. Return 0 if they
+    never send."""
     return max((to_s for ops in schedule.ops for _, _, to_s in _sent(given, schedule, ops[-1])), default=0.0)
 
 

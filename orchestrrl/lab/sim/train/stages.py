@@ -118,7 +118,8 @@ def run(ops: tuple[tuple[PipelineOp, ...], ...], stages: Stages, micro_batches: 
 
 
 def _arrival_s(op: PipelineOp, end_s: Floats, send_s: float) -> float:
-    """Return the time at which the input of a pass arrives; nan if the pass that provides it is not scheduled yet."""
+    """Return the time at which the input of a pass arrives. Return nan if the pass that provides it is not scheduled
+    yet."""
     if sender := op.sender(end_s.shape[1]):
         return float(end_s[sender]) + send_s
     return float(end_s[FORWARD, op.stage, op.micro]) if op.side == BACKWARD else 0.0

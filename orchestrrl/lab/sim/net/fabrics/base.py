@@ -89,7 +89,7 @@ Built = TypeVar("Built", bound="SimulatedFabric")
 @dataclass(frozen=True, eq=False)
 class SimulatedFabric(ABC):
     """Base class of simulated fabrics. By default a fabric has no circuits and the same network in every period.
-    `reconfigures_s` is the duration of a circuit change in seconds; 0 without circuits."""
+    `reconfigures_s` is the duration of a circuit change in seconds, or 0 if the fabric has no circuits."""
 
     servers: Servers
     failed: SimulatedFailures = field(default=NOTHING, kw_only=True)

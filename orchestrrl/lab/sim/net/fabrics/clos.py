@@ -59,14 +59,14 @@ class ClosCabling:
 
     @cached_property
     def tor_uplinks(self) -> Ints:
-        """The number of uplinks of each ToR, as an array indexed by ToR; 0 if there is only one ToR. An uplink has the
+        """The number of uplinks of each ToR, as an array indexed by ToR. A single ToR has no uplinks. An uplink has the
         rate of a NIC."""
         wanted = np.ceil(self.nics / self.tor_ratio - 1e-9).astype(np.int64)
         return wanted if len(self.pod_of) > 1 else np.zeros_like(wanted)
 
     @cached_property
     def pod_uplinks(self) -> Ints:
-        """The number of uplinks of each PoD, as an array indexed by PoD; 0 if there is only one PoD. It equals the
+        """The number of uplinks of each PoD, as an array indexed by PoD. A single PoD has no uplinks. It equals the
         number of uplinks of the PoD's ToRs."""
         wanted = np.bincount(self.pod_of, self.tor_uplinks, minlength=self.pods).astype(np.int64)
         return wanted if self.pods > 1 else np.zeros_like(wanted)

@@ -91,8 +91,7 @@ def _trimmed(site: Site, group: Sequence[Switch], wanted: Mapping[EndpointId, in
 
 
 def _chosen(site: Site, switch: Switch, ports: Sequence[int], count: int) -> tuple[int, ...]:
-    """Return `count` of the ports. At most half of them are reserved ports, which come first; the others are free
-    ports."""
+    """Return `count` of the ports. At most half of them are reserved ports; the others are free ports."""
     reserved = [port for port in ports if (switch.id, port) in site.reserved][: count // 2]
     free = [port for port in ports if (switch.id, port) not in site.reserved]
     return tuple(sorted([*free[: count - len(reserved)], *reserved]))
@@ -237,7 +236,7 @@ class RFabricCircuits:
 
     @cached_property
     def _rail(self) -> Ints:
-        """The rail of each ToR, as an array indexed by ToR; -1 for a ToR without a rail."""
+        """The rail of each ToR, as an array indexed by ToR. A ToR without a rail has the value -1."""
         return np.array([-1 if tor.rail is None else tor.rail for tor in self.site.tors])
 
     @cached_property

@@ -1,6 +1,6 @@
 """Add facts that an engine's HTTP API omits but its host provides: GPUs, process arguments, model sizes.
 
-Applies only to engines on the agent's own host. Values that the engine itself reports are never overridden.
+The module applies only to engines on the agent's own host. Values that the engine itself reports are never overridden.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ async def with_host_facts(capabilities: EngineCapabilities, url: str) -> EngineC
 
 
 def host_facts(facts: ServingFacts, url: str) -> ServingFacts:
-    """Return the facts with unknown values filled in from this host, if the engine runs on it. Blocks while it reads
-    files and runs nvidia-smi."""
+    """Return the facts with unknown values filled in from this host, if the engine runs on it. The call blocks while it
+    reads files and runs nvidia-smi."""
     if not is_local(url):
         missing = not facts.gpu and not facts.gpu_detail
         elsewhere = "the engine does not report its GPU, and its agent is on another host"
@@ -50,7 +50,7 @@ def host_facts(facts: ServingFacts, url: str) -> ServingFacts:
 
 def is_local(url: str) -> bool:
     """Return whether the URL refers to this host, i.e. to a loopback address, one of the host's addresses, or its name.
-    Queries no name server."""
+    No name server is queried."""
     name = urlsplit(url).hostname or ""
     if name in ("localhost", socket.gethostname()):
         return True

@@ -46,8 +46,8 @@ class _Watched:
 
 @dataclass(slots=True, eq=False)
 class WindowReports:
-    """Reports each change of a window once, as soon as it is detected. Does not use asyncio. `put` is called with each
-    message; `clock_s` is the monotonic clock of this host."""
+    """Reports each change of a window once, as soon as it is detected. The class does not use asyncio. `put` is called
+    with each message; `clock_s` is the monotonic clock of this host."""
 
     _traces: HostTraces
     _put: Callable[[fabric_pb2.TraceMessage], None]

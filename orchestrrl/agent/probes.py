@@ -161,7 +161,7 @@ class HostTraces:
         return announced
 
     def busy(self, job: str) -> bool:
-        """Return whether any rank of the job has a collective in flight. Reads only a few words of memory."""
+        """Return whether any rank of the job has a collective in flight. The call reads only a few words of memory."""
         return any(each.reader.communicates for each in self._by_job.get(job, ()))
 
     def assess(self, job: str, q: float) -> fabric_pb2.Quiet | Hold:
@@ -192,8 +192,8 @@ class HostTraces:
         return quiet
 
     def summaries(self, q: float) -> Iterable[dict[str, Any]]:
-        """Yield a `SlackSummary` with its job for each rank. Expensive for long iterations, so computed lazily, rank by
-        rank."""
+        """Yield a `SlackSummary` with its job for each rank. The summaries are computed lazily, rank by rank, because
+        they are expensive for long iterations."""
         for each in self.traced:
             yield {"job": each.job, "summary": asdict(summarize(each.learner, q))}
 

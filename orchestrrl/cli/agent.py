@@ -45,7 +45,7 @@ def agent(
     host: Annotated[str, typer.Option(help="Host name to report with --rings. Default: the name of this host.")] = "",
     verbose: VerboseFlag = False,
 ) -> None:
-    """Monitor engines and report their load to the daemon. Runs until stopped.
+    """Monitor engines and report their load to the daemon. The command runs until it is stopped.
 
     With `--rings`, also read the collective boundaries of the traced processes on this host and report windows for
     circuit changes to the daemon (docs/fabric.md). `--url` is then optional.

@@ -305,8 +305,8 @@ def _sound_site(file: Path | None, default: str, needed: "Mapping[PodRole, int]"
 
 
 def _show_in_box(order: "BoxOrder", site: str) -> dict[str, Any]:
-    """Run the demonstrations (`--show`) and return their results. Writes the site file to the output folder and deletes
-    an old journal in it."""
+    """Run the demonstrations (`--show`) and return their results. The function writes the site file to the output
+    folder and deletes an old journal in it."""
     import asyncio
 
     from orchestrrl.lab.box.run import run_box

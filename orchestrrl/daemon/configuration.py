@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # imports numpy, so loaded only if a configuration names a pr
 
 def load_config(path: Path | str, *, with_parts: bool = False) -> Config:
     """Return the configuration in the file. Raises ProblemFaults with every fault. With `with_parts`, switch drivers
-    and the deployer also check their options, for which their libraries are loaded. Opens no connection."""
+    and the deployer also check their options, for which their libraries are loaded. No connection is opened."""
     return parse_config(read_text(path), Path(path).parent, with_parts=with_parts)
 
 

@@ -52,8 +52,8 @@ class ControlPlane:
         offload: Offload = inline,
         stopwatch: Callable[[], float] = perf_counter,
     ) -> None:
-        """Without a `redeployer`, plans that change engines are held. `stopwatch` measures how long decisions take; a
-        simulation passes its own, so that its journal is reproducible."""
+        """Without a `redeployer`, plans that change engines are held. `stopwatch` measures the duration of decisions. A
+        simulation passes a simulated stopwatch, so that its journal is reproducible."""
         self.fleet = fleet
         self.mode = mode
         self.pause_registry = pause_registry

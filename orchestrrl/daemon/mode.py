@@ -58,7 +58,7 @@ class ModeSwitch:
         self._only_advise(f"{defect.part} failed {REPEATED} times in a row: {defect}")
 
     def _only_advise(self, reason: str) -> None:
-        """Switch to `advise` until an operator sets the mode. Does not raise."""
+        """Switch to `advise` until an operator sets the mode. The call raises no exception."""
         logger.error("mode is advise from now on: %s; `orchestrrl mode act` sets it back", reason)
         try:
             self.set(Mode.ADVISE, reason)

@@ -95,7 +95,7 @@ class PauseStep:
 
 
 class FleetPause(Description[PauseStep]):
-    """An operation that brings the fleet to rest. Gateways that attach meanwhile are included."""
+    """An operation that brings the fleet to rest. Gateways that attach during the operation are included."""
 
     def __init__(self, lease: PauseLease, acts: "PauseBarrier", log: OperationJournal, clock: Clock) -> None:
         self.lease = lease
@@ -130,7 +130,7 @@ class FleetPause(Description[PauseStep]):
         self._end()
 
     def attached(self, node: NodeId, order: Order) -> None:
-        """Add the order to close that was sent to a gateway that attached meanwhile."""
+        """Add the order to close that was sent to a gateway that attached during the operation."""
         self._orders[node] = order
         self._late.set()
 

@@ -9,11 +9,12 @@ A report that was sent at `sent` (sender clock) and received at `received` (daem
 `ack_sent` (daemon clock) and that arrived at `ack_received` (sender clock) bounds it from above: `offset <=
 ack_received - ack_sent`. Both bounds hold for any network delay, and each widens with the drift of the two clocks.
 
-If acknowledgements are echoed, the upper bound is used: the age is then never too small, and too large by at most the
+If acknowledgements are echoed, the upper bound is used: the age is then never too small. It is too large by at most the
 delays of the quickest acknowledgement and the quickest report. The first report of such a sender may have been queued
 and cannot be dated; it waits for the next report, which has an echo. For a sender that echoes no acknowledgement for
-UNDATED_S, or does not stamp its reports, only the lower bound is used, i.e. its quickest report: the age is too small
-by that report's delay, and a first report that was queued is treated as fresh until a quicker report arrives.
+UNDATED_S, or does not stamp its reports, only the lower bound is used, which its quickest report determines. The age is
+then too small by that report's delay. A first report that was queued is treated as fresh until a quicker report
+arrives.
 
 If a clock is set to another time, the bounds contradict each other and the earlier bounds are dropped. For a sender
 that echoes no acknowledgements, a clock that is set back looks like a queue; its bounds are dropped after it has

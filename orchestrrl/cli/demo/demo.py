@@ -38,16 +38,17 @@ def demo(
 ) -> Output:
     """Run one generation step without and with OrchestrRL for several seeds, compare them, and sync new weights.
 
-    Starts engines, a daemon, an agent and a gateway as processes on this machine, and stops them at the end. Writes
-    `report.json` and `remaining_requests.png`. Exit status 1 if a request was lost or its tokens differ. With --kv,
-    each running request moves by KV transfer or by recomputation, whichever is predicted to be faster.
+    The command starts engines, a daemon, an agent and a gateway as processes on this machine, and stops them at the
+    end. It writes `report.json` and `remaining_requests.png`. The exit status is 1 if a request was lost or its tokens
+    differ. With --kv, each running request moves by KV transfer or by recomputation, whichever is predicted to be
+    faster.
 
     Finally, a trainer publishes weights while requests run. Peers transfer them to every engine, and each token is
     checked against the version that its response names. --sync runs only this part.
 
     With --redeploy, a step of Qwen2.5-14B starts on eight TP=2 engines, once with the planner pinned and once without:
     the planner can then continue with two TP=8 engines, as in the paper's case study. The circuits of a small optical
-    fabric of virtual switches change accordingly. Writes `redeployment.json` and `redeployment.png`.
+    fabric of virtual switches change accordingly. The command writes `redeployment.json` and `redeployment.png`.
 
     Example: `orchestrrl demo --seeds 1,2`
     """

@@ -39,10 +39,10 @@ def fabric_allocate(
 ) -> Output:
     """Compute the number of circuits of each pair of endpoints that minimizes the time of the slowest pair.
 
-    Reads one JSON problem: `link_gbps`; `endpoints` with their `ports`; `demand`, bytes from `src` to `dst` (entries
-    for the same pair are added); `eligible`, null or the pairs `[a, b]` that may be joined; `failed_ports` of endpoints
-    (a larger number means all its ports). Circuits are full duplex. The result serves at least as many pairs and bytes
-    as Algorithm 3 of the paper, and its slowest pair is no slower. The command changes nothing.
+    The command reads one JSON problem: `link_gbps`; `endpoints` with their `ports`; `demand`, bytes from `src` to `dst`
+    (entries for the same pair are added); `eligible`, null or the pairs `[a, b]` that may be joined; `failed_ports` of
+    endpoints (a larger number means all its ports). Circuits are full duplex. The result serves at least as many pairs
+    and bytes as Algorithm 3 of the paper, and its slowest pair is no slower. The command changes nothing.
 
     Example:
 
@@ -116,10 +116,10 @@ def _bytes(value: float) -> str | None:
 def fabric_place(file: ProblemFile) -> Output:
     """Compute the switch and the ports of each circuit.
 
-    Reads one JSON problem: `switches` with the ports of each endpoint's fibres, the required `circuits`, the `current`
-    cross-connects and the `failed_ports`. Both ends of a circuit are on one switch. The result places as many circuits
-    as possible and, among such placements, changes as few cross-connects as possible. A current cross-connect on a
-    failed port is removed. The command changes nothing.
+    The command reads one JSON problem: `switches` with the ports of each endpoint's fibres, the required `circuits`,
+    the `current` cross-connects and the `failed_ports`. Both ends of a circuit are on one switch. The result places as
+    many circuits as possible and, among such placements, changes as few cross-connects as possible. A current
+    cross-connect on a failed port is removed. The command changes nothing.
 
     Example:
 
@@ -223,11 +223,11 @@ class Least(NamedTuple):
 def fabric_transition(file: ProblemFile) -> Output:
     """Compute the stages of a change of cross-connects in which no pair goes dark and every endpoint keeps bandwidth.
 
-    Reads one JSON problem: the endpoint at each port of the `switches`, the `current` and the `target` cross-connects,
-    `max_moves_per_stage` and `min_fraction`. A stage's removals are made before its additions; the remaining circuits
-    at each point are printed. If no order satisfies the limits, the result lists the pairs and endpoints that violate
-    them. The result minimizes first the number of `dark_pairs`, then of `thin_endpoints`, then of stages. The command
-    changes nothing.
+    The command reads one JSON problem: the endpoint at each port of the `switches`, the `current` and the `target`
+    cross-connects, `max_moves_per_stage` and `min_fraction`. A stage's removals are made before its additions; the
+    remaining circuits at each point are printed. If no order satisfies the limits, the result lists the pairs and
+    endpoints that violate them. The result minimizes first the number of `dark_pairs`, then of `thin_endpoints`, then
+    of stages. The command changes nothing.
 
     Example:
 

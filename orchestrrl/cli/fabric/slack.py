@@ -42,10 +42,11 @@ def slack(
 ) -> Output:
     """Show the slack between the collectives of a job, and which optical switches can change circuits within it.
 
-    Reads running jobs, as reported by the agents of their hosts, or traces: one JSON object per line, a collective
-    (`rank`, `op`, `group`, `bytes`, `start_s`, `end_s`, `async`), a mark (`rank`, `mark`, `at_s`) or the start of an
-    iteration (`rank`, `iteration`, `at_s`). Prints the slack before each operation and the windows of an iteration with
-    the length that can be promised. For traces, also prints the windows in which all ranks are quiet.
+    The command reads running jobs, as reported by the agents of their hosts, or traces. Each line of a trace is one
+    JSON object: a collective (`rank`, `op`, `group`, `bytes`, `start_s`, `end_s`, `async`), a mark (`rank`, `mark`,
+    `at_s`) or the start of an iteration (`rank`, `iteration`, `at_s`). The command prints the slack before each
+    operation, and the windows of an iteration with the length that can be promised. For traces, it also prints the
+    windows in which all ranks are quiet.
 
     Example:
 

@@ -19,9 +19,9 @@ STOPPED = {
 def balance(file: ProblemFile) -> Output:
     """Compute which requests to move so that no worker straggles, by the load index of equation 5.
 
-    Reads one JSON problem: `theta` and `workers`, each with `id`, `running`, `waiting`, `kv_capacity_tokens`,
-    `kv_free_tokens`, `max_sequences` and `decode_tokens_per_s` (null: unknown; 0 with running requests: stalled).
-    No request is moved.
+    The command reads one JSON problem: `theta` and `workers`, each with `id`, `running`, `waiting`,
+    `kv_capacity_tokens`, `kv_free_tokens`, `max_sequences` and `decode_tokens_per_s` (null: unknown; 0 with running
+    requests: stalled). No request is moved.
 
     Example:
 

@@ -107,8 +107,8 @@ async def remove(
 ) -> Output:
     """Remove an engine. Reports about it are ignored until it is added again.
 
-    Fails if the engine has requests. With --force, requests that can move continue on other engines; the other requests
-    finish on the engine.
+    The command fails if the engine has requests. With --force, requests that can move continue on other engines; the
+    other requests finish on the engine.
 
     Example: `orchestrrl engines remove e1`
     """

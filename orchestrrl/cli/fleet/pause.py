@@ -74,7 +74,7 @@ async def renew(
     lease: Annotated[str, typer.Argument(help="The lease id that `pause` printed.", metavar="LEASE")],
     lease_s: LeaseSeconds = USUAL_S,
 ) -> Output:
-    """Renew the lease of a pause. Fails if the lease has expired, because requests have run since.
+    """Renew the lease of a pause. The command fails if the lease has expired, because requests have run since.
 
     Example: `orchestrrl renew g1795274800-1 --lease-s 120`
     """

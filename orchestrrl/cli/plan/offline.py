@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 def solve(file: ProblemFile) -> Output:
     """Compute which engines to run on which GPUs, and which requests each decodes, to minimize the makespan.
 
-    Reads one JSON problem: `gpus`, `configurations`, the `current` instances, `requests` with their estimated remaining
-    tokens, and the costs of moves and switches. The command prints the decision with a proven lower bound. It changes
-    nothing.
+    The command reads one JSON problem: `gpus`, `configurations`, the `current` instances, `requests` with their
+    estimated remaining tokens, and the costs of moves and switches. The command prints the decision with a proven lower
+    bound. It changes nothing.
 
     Example:
 
@@ -111,9 +111,10 @@ def render(
 ) -> Output:
     """Print the environment and command line of each engine, ready to paste into a shell. Nothing is started.
 
-    Renders the engines of `fleet.engines`. With `--configuration`, renders as many engines of it as the fleet's GPUs
-    allow or, with `--gpus`, one engine on these GPUs. `fleet.launch` defines the launch options. An engine over several
-    nodes, or under AFD, has several processes; each is printed with its node and role.
+    By default, the command renders the engines of `fleet.engines`. With `--configuration`, it renders as many engines
+    of the configuration as the fleet's GPUs allow. With `--gpus` in addition, it renders one engine on these GPUs.
+    `fleet.launch` defines the launch options. An engine over several nodes, or under AFD, has several processes; each
+    is printed with its node and role.
 
     Example:
 

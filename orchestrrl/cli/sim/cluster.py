@@ -98,8 +98,8 @@ def run(
 ) -> Output:
     """Simulate the training loop of a whole cluster in virtual time: training, generation and weight sync on a fabric.
 
-    Built-in scenarios: cluster64, cluster512, cluster1024, cluster2048. Prints the stages of a step, the throughput,
-    the cost of the network, and samples per second per million dollars of network.
+    Built-in scenarios: cluster64, cluster512, cluster1024, cluster2048. The command prints the stages of a step, the
+    throughput, the cost of the network, and samples per second per million dollars of network.
 
     Example: `orchestrrl sim run cluster64 --fabrics rfabric --arms both --out out/sim`
     """

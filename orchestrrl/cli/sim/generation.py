@@ -77,8 +77,8 @@ def or_faults(faults: list[str], check: Callable[[], Result]) -> Result | None:
 
 
 def check_folder(folder: Path | None, option: str) -> None:
-    """Raise ProblemFaults if a folder, or its closest existing parent, is not writable. Called before a long run
-    starts; creates nothing."""
+    """Raise ProblemFaults if a folder, or its closest existing parent, is not writable. This check precedes a long run
+    and creates nothing."""
     if folder is None:
         return
     there = next(each for each in (folder, *folder.absolute().parents) if each.exists())

@@ -55,14 +55,15 @@ class Deployer(Protocol):
     can_scale: bool  # whether a running engine can get more or fewer GPUs
 
     def check(self, spec: EngineSpec) -> None:
-        """Check in advance whether an engine can be started, without waiting and from files only. Raises ProblemFaults
-        or Permanent if the start can never succeed. A redeployment calls this before it stops any engine."""
+        """Check in advance whether an engine can be started. The check does not wait and reads only files. Raises
+        ProblemFaults or Permanent if the start can never succeed. A redeployment calls this before it stops any
+        engine."""
 
     async def start(self, spec: EngineSpec) -> DeployedInstance:
         """Begin to start an engine. Returns when its processes exist and its URL is known, before it answers requests.
 
-        Raises Permanent if a GPU is in use, the id runs with another spec, or the start can never succeed;
-        ProblemFaults if no command line can be rendered from the spec; Retryable if resources may become free.
+        Raises Permanent if a GPU is in use, the id runs with another spec, or the start can never succeed. Raises
+        ProblemFaults if no command line can be rendered from the spec, and Retryable if resources may become free.
         """
 
     async def stop(self, engine: EngineId) -> None:

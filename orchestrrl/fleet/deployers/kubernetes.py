@@ -99,8 +99,8 @@ class KubernetesDeployer(FixedGpusDeployer):
 
     async def _make(self, spec: EngineSpec, wanted: Object) -> None:
         """Create the engine's object unless it exists. Raises Permanent if it exists with another spec, another engine
-        holds one of its GPUs, or its namespace or kind does not exist; Retryable if the previous object is still being
-        removed."""
+        holds one of its GPUs, or its namespace or kind does not exist. Raises Retryable if the previous object is still
+        being removed."""
         everyone = await self._view.all()
         name = wanted["metadata"]["name"]
         made, pods = everyone.pop(name, (None, []))
@@ -132,9 +132,9 @@ class KubernetesDeployer(FixedGpusDeployer):
         raise up
 
     async def _until_it_runs(self, engine: EngineId) -> DeployedInstance | Retryable | Permanent:
-        """Wait until the engine runs or has ended, and return its state. Returns (does not raise) Retryable if its pods
-        cannot be scheduled now, and Permanent if they can never run. Raises Permanent if the engine is stopped
-        meanwhile."""
+        """Wait until the engine runs or has ended, and return its state. Return the error Retryable, without raising
+        it, if its pods cannot be scheduled now. Return the error Permanent if they can never run. Raises Permanent if
+        the engine is stopped meanwhile."""
         waiting_since_s: float | None = None
         while True:
             everyone = await self._view.all()

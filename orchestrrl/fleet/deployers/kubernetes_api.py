@@ -45,8 +45,8 @@ class KubernetesApi:
         self._connecting = asyncio.Lock()
 
     async def get(self, path: str, query: Mapping[str, str] | None = None) -> Any:
-        """Return the object or list. Raises ResourceNotFound if it does not exist, Retryable if the server cannot be
-        reached."""
+        """Return the object or list. Raises ResourceNotFound if it does not exist, and Retryable if the server cannot
+        be reached."""
         for pause_s in READ_AGAIN_S:
             try:
                 return json.loads(await self._request("GET", path, query))

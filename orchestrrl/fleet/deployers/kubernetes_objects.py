@@ -34,8 +34,8 @@ OURS = ("restartPolicy", "schedulingGates", "terminationGracePeriodSeconds")
 
 
 class KubernetesOptions(Section):
-    """Options of the deployer `kubernetes`, in Kubernetes' own terms and in seconds. Other fields of pods can be set in
-    `pod_template`."""
+    """Options of the deployer `kubernetes`, named as in Kubernetes. Times are in seconds. Other fields of pods can be
+    set in `pod_template`."""
 
     image: Name  # must contain vLLM and a shell
     namespace: Name = "default"

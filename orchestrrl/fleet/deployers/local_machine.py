@@ -135,7 +135,7 @@ class EngineLogs:
         return current
 
     def engine_of(self, output: str) -> EngineId | None:
-        """Return the engine whose log has this absolute path, or None."""
+        """Return the engine whose log has this absolute path, or None if no log has it."""
         folder, _, name = output.rpartition("/")
         match = _LOG_NAME.fullmatch(name)
         if match is None or folder != os.path.realpath(self._folder):
@@ -194,8 +194,8 @@ def spawn(line: CommandLine, fleet: str, record: EngineRecord, log: Path, port_h
 
 
 def find_processes(fleet: str, logs: EngineLogs) -> dict[EngineId, list[FoundProcess]]:
-    """Return all processes of a fleet's engines. Inspects every process of the machine; processes of other users are
-    skipped."""
+    """Return all processes of a fleet's engines. The function inspects every process of the machine, except processes
+    of other users."""
     engines: dict[EngineId, list[FoundProcess]] = {}
     for pid in psutil.pids():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, OSError):
@@ -243,7 +243,8 @@ def _marked(process: psutil.Process, fleet: str) -> EngineRecord | None:
 
 
 def _writes_to(pid: int, logs: EngineLogs) -> EngineId | None:
-    """Return the engine whose log the process writes to, or None. Works only if the system lists open files (Linux)."""
+    """Return the engine whose log the process writes to, or None. The function requires a system that lists open files
+    (Linux)."""
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):
             engine = logs.engine_of(os.readlink(f"/proc/{pid}/fd/{descriptor}"))

@@ -1,6 +1,7 @@
 """Reserve an engine's port and read the end of its log, on its machine.
 
-Imports the standard library only: this module is sent to Ray's workers, which may not have OrchestrRL installed.
+The module imports only the standard library, because it is sent to Ray's workers, where OrchestrRL may not be
+installed.
 """
 
 import os
@@ -18,8 +19,8 @@ def hold_port(host: str, tries: Sequence[tuple[int, bool]]) -> socket.socket:
     from binding the port, while a server that sets SO_REUSEADDR, as vLLM does, still can. Port 0 means any free port.
     Raises OSError if no port is free.
 
-    The flag of a port is whether to bind with SO_REUSEADDR. Without SO_REUSEADDR only one holder can bind the port, but
-    a port with recently closed connections (TIME_WAIT) is refused.
+    The flag of a port determines whether it is bound with SO_REUSEADDR. Without SO_REUSEADDR only one holder can bind
+    the port, but a port with recently closed connections (TIME_WAIT) is refused.
     """
     for port, reuse in tries[:-1]:
         with suppress(OSError):

@@ -196,7 +196,7 @@ class RayDeployer(FixedGpusDeployer):
 
     def _parts(self, spec: EngineSpec) -> list[dict[str, Any]]:
         """Return the part of each process, i.e. its node and its GPUs on that node, as in ray_places.py. If the spec
-        has no GPU numbers, the number of GPUs is that of the layout. Raises ProblemFaults if the spec is invalid,
+        has no GPU numbers, the number of GPUs is that of the layout. Raises ProblemFaults if the spec is invalid, and
         Permanent if a node has no address."""
         size, parts = self._launch.per_node, list[dict[str, Any]]()
         for process, line in enumerate(render(spec, self._launch)):

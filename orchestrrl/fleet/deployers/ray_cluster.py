@@ -1,4 +1,4 @@
-"""Start, inspect and stop the engines of one fleet in a Ray cluster. Runs in the process of a RayDriver.
+"""Start, inspect and stop the engines of one fleet in a Ray cluster. The module runs in the process of a RayDriver.
 
 An engine has a record in the cluster's key-value store. The record is written first and deleted last, so that every
 interrupted start is detected. The engine has its own placement group, unless the RL job has reserved bundles for

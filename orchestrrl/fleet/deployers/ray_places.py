@@ -1,4 +1,4 @@
-"""Choose where in a Ray cluster an engine's processes run. Runs in `ray_cluster.py`.
+"""Choose where in a Ray cluster an engine's processes run. `ray_cluster.py` calls this module.
 
 A part describes the GPUs that one process needs on one node: `{"process", "node": the fleet's number, "local": [GPUs as
 numbered on the node], "units": count}`. A seat describes a bundle that one actor of a process uses: `{"process",

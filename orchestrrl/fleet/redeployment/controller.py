@@ -78,7 +78,7 @@ class RedeploymentController:
 
     async def recover(self) -> None:
         """Adopt running engines, stop the engines that belong to no deployment, and resume an interrupted redeployment.
-        Must be called before the other methods."""
+        This method must be called before the other methods."""
         await self._scan()
         opened = book.read_open(self._control_plane.journal)
         ours = self._ours() if opened is None else (*opened.intent.old, *opened.intent.new, *opened.intent.asleep)
@@ -103,7 +103,7 @@ class RedeploymentController:
         await run.resume(opened.steps)
 
     async def maintain(self) -> None:
-        """Detect engines that end on their own; runs until cancelled."""
+        """Detect engines that end without an order. Runs until cancelled."""
         while True:
             await self._control_plane.clock.sleep(TEND_S)
             if self._turn.busy:
@@ -126,7 +126,7 @@ class RedeploymentController:
                 await self._bury(deployed)
 
     async def _bury(self, deployed: DeployedInstance) -> None:
-        """Clean up an engine that ended on its own: free its GPUs, and remove it from the routes."""
+        """Clean up an engine that ended without an order: free its GPUs, and remove it from the routes."""
         logger.error("engine %s has ended: %s", deployed.engine, deployed.detail)
         try:
             await self._deployer.stop(deployed.engine)

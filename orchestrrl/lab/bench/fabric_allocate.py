@@ -117,8 +117,7 @@ class Judged:
 
 
 class Optimum:
-    """Finds the optimal allocation. Considers only allocations that are at least as good as `least` in every
-    criterion."""
+    """Finds the optimal allocation among those that are at least as good as `least` in every criterion."""
 
     def __init__(self, problem: AllocationProblem, least: Judged) -> None:
         sent, ports = _both_ways(problem), {each: problem.usable_ports(each) for each in problem.ports}

@@ -1,5 +1,5 @@
-"""Measure the gain of the gateway's queue for each routing strategy. Whole steps run on simulated engines, with
-requests routed by the gateway's routing code and without moves.
+"""Measure the gain of the gateway's queue for each routing strategy. Simulated engines run the requests of whole steps.
+The gateway's routing code routes the requests, and none is moved.
 
 Arms differ in the strategy and in the number of requests that can wait on an engine. Engines, requests and the inputs
 of the gateway (its own counts, and the KV that the daemon reports once a second) are the same.

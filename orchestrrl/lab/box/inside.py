@@ -190,7 +190,7 @@ async def _until_left_out(box: Testbed) -> None:
 
 
 async def wrong_cable(box: Testbed, order: BoxOrder) -> dict[str, Any]:
-    """Swap two cables of a switch, of which one is in use, and run `orchestrrl ocs verify` without and with
+    """Swap two cables of a switch, one of which is in use, and run `orchestrrl ocs verify` without and with
     `--walk`."""
     one, other = tor_pair(box, PodRole.GEN)
     most = circuits_between(box, one, other)[-1]

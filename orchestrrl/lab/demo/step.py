@@ -100,7 +100,7 @@ class ComparedDemo(Generic[Step]):
 
 @dataclass(frozen=True, slots=True)
 class DemoFleet:
-    """The running engines of one kind, with a client for each engine. Created by `connected`."""
+    """The running engines of one kind, with a client for each engine. `connected` creates it."""
 
     scenario: DemoScenario
     kind: str
@@ -121,8 +121,8 @@ class DemoFleet:
         all responses have arrived.
 
         Simulated engines are frozen until they have every request: submission takes the same wall time at any engine
-        speed, so it must not count as engine time. When all requests are submitted and the engines run, `begun` is
-        awaited. With `spans`, request the policy version of each token from the gateway. Failures of single requests
+        speed, so it must not be included in engine time. When all requests are submitted and the engines run, `begun`
+        is awaited. With `spans`, request the policy version of each token from the gateway. Failures of single requests
         are recorded and raise no exception.
         """
         hold, record = self.kind == "simulated", DemoStepRecord(idle_s=[0.0] * len(self.clients))

@@ -118,7 +118,8 @@ def solver(quick: bool) -> Iterator[ScoreboardRow]:
 
 
 def forecast(quick: bool) -> Iterator[ScoreboardRow]:
-    """Measure the forecast error with both readings of section 2.1's batch: as a number of answers, or of prompts."""
+    """Measure the forecast error for both interpretations of the batch size in section 2.1: a number of answers, and a
+    number of prompts."""
     clients, source = client_shares()
     batch = given.BATCH.value
     answers = {batch: QUICK_SEEDS if quick else FORECAST_SEEDS, batch * given.SAMPLES.value: QUICK_SEEDS}

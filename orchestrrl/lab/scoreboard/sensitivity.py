@@ -1,6 +1,6 @@
-"""Reproduce section 7.2.5 (appendix I): the cost of reconfiguration delays, and circuits allocated by traffic against
-an even split. Also measure what the paper does not: mixed fleets, weight sync, failures, and the gain of each of
-OrchestrRL's additions."""
+"""Reproduce section 7.2.5 (appendix I): the cost of reconfiguration delays, and circuits allocated by traffic, compared
+with an even split. Also measure effects that the paper does not measure: mixed fleets, weight sync, failures, and the
+gain of each of OrchestrRL's additions."""
 
 from collections.abc import Iterator
 from dataclasses import replace

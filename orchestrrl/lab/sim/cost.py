@@ -1,4 +1,4 @@
-"""Compute the price of a network from its components. Also defines the price of a GPU.
+"""Compute the price of a network from its components. The module also defines the price of a GPU.
 
 Prices of network components are those of table 4 (appendix G) of the OrchestrRL paper, arXiv 2601.01209, by link rate.
 They are indicative prices from market listings, not vendors' quotes. Each fabric counts its own components

@@ -315,7 +315,7 @@ class ScenarioOutcome:
 
 
 def chosen(names: Sequence[str], known: Sequence[str], option: str) -> list[str]:
-    """Return `names` without duplicates, or `known` if empty. Raises ProblemFaults for unknown names."""
+    """Return `names` without duplicates, or `known` if `names` is empty. Raises ProblemFaults for unknown names."""
     faults = [
         f"{option}[{i}]: must be one of {', '.join(known)}, got {name!r}"
         for i, name in enumerate(names)

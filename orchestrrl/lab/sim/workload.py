@@ -86,8 +86,8 @@ def mean_tokens(workload: WorkloadSection) -> float:
 
 
 def _drawn_prompts(workload: WorkloadSection, rng: np.random.Generator) -> tuple[NDArray[np.int64], Floats]:
-    """Return two arrays: the number of tokens of each prompt [prompt], and the prompt's contribution to the lengths of
-    its samples [prompt, 1]."""
+    """Return two arrays: the number of tokens of each prompt, indexed by [prompt], and the prompt's contribution to the
+    lengths of its samples, indexed by [prompt, 1]."""
     low, high = workload.prompt_tokens
     prompt_tokens = rng.integers(low, high + 1, size=workload.prompts)
     return prompt_tokens, rng.standard_normal((workload.prompts, 1))

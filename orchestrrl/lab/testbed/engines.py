@@ -93,8 +93,8 @@ async def start_vllm(
     Each of `gpus` is the number of a CPU core; without `gpus`, the engine is not bound to cores.
 
     Returns after a first completion. Raises Permanent, with the end of its log (`log_dir/name.log`), if vLLM exits or
-    is not ready in time; ProblemFaults if `arguments` or `environment` contradict the layout. The model is served under
-    the directory's name. `arguments` are passed to vLLM.
+    is not ready in time. Raises ProblemFaults if `arguments` or `environment` contradict the layout. The model is
+    served under the directory's name. `arguments` are passed to vLLM.
     """
     launch = EngineLaunch(
         python=str(python),

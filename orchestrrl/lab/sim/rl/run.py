@@ -300,7 +300,7 @@ def _tried(
 
 
 def with_split(scenario: ClusterScenario, train_gpus: int) -> ClusterScenario:
-    """Return the scenario with `train_gpus` GPUs for training and the others for generation; dp follows from the
-    numbers of GPUs."""
+    """Return the scenario with `train_gpus` GPUs for training and the remaining GPUs for generation. The degree dp
+    follows from the numbers of GPUs."""
     sides = {"train_gpus": train_gpus, "gen_gpus": scenario.cluster.gpus - train_gpus}
     return scenario.model_copy(update={"cluster": scenario.cluster.model_copy(update=sides)})

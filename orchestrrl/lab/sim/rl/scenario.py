@@ -292,8 +292,8 @@ class ClusterScenario(ScenarioSection):
         )
 
     def narrowed(self, fabrics: Sequence[str], arms: Sequence[str], seeds: Sequence[int]) -> "ClusterScenario":
-        """Return the scenario with only these fabrics (by title), arms and seeds. Its digest equals that of a scenario
-        file with only these."""
+        """Return the scenario with only these fabrics (by title), arms and seeds. Its digest equals the digest of a
+        scenario file that contains only these fabrics, arms and seeds."""
         by_title = {section.title: section for section in self.fabrics}
         return self.model_copy(
             update={

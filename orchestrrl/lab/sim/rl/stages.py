@@ -165,7 +165,7 @@ class FabricStages:
 
 @dataclass
 class ArmTimes:
-    """The durations of the loop's stages of one arm and seed under faults. Implements loop.Times."""
+    """The durations of the loop's stages of one arm and seed under faults. The class implements loop.Times."""
 
     stages: FabricStages
     arm: str

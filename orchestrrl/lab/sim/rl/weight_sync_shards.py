@@ -6,7 +6,7 @@ sides. A shard is sent to a server once, and is then forwarded to the server's G
 
 The site is derived from a network's links. Servers are the endpoints, as in production, where the peer on each host has
 the shards of its GPUs. A PoD is a set of servers connected without the core. In rail-aligned fabrics, all ToRs that the
-same servers share count as one ToR. Budgets are numbers of circuits at the rate of a NIC.
+same servers share are treated as one ToR. Budgets are numbers of circuits at the rate of a NIC.
 """
 
 from collections.abc import Sequence

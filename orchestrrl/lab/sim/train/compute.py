@@ -76,8 +76,8 @@ class Kernels:
 
     def attention_s(self, flops: float, tokens: float, *, backward: bool = False) -> float:
         """Return the seconds of fused causal attention over sequences of `tokens`. `flops` counts unmasked pairs only.
-        If lengths differ, `tokens` is the mean of their squares over their mean, which gives the exact sum for this
-        efficiency curve."""
+        If lengths differ, `tokens` is the mean of their squares divided by their mean, which gives the exact sum for
+        this efficiency curve."""
         constants = self.constants
         best = constants.attention_backward_efficiency if backward else constants.attention_forward_efficiency
         share = best * tokens / (tokens + constants.attention_half_tokens)

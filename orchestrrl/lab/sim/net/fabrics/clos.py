@@ -3,14 +3,14 @@
 Packets are sprayed over all upward paths, so that the switches of a PoD are modelled as one node, and the core switches
 as another node. One bundle per direction connects a ToR to its PoD, and a PoD to the core.
 
-`fat_tree`: non-blocking, three tiers of equal switches (Al-Fares et al., SIGCOMM 2008), as the ToR-Agg-Core network of
-the OrchestrRL paper's table 1. All NICs of a server are on one ToR. Half of a ToR's ports lead down to NICs. A PoD has
-32 servers, as a scalable unit of NVIDIA's DGX SuperPOD; the number affects latency only. `servers_per_tor` limits the
-number of servers below a ToR; if None, only the ToR's ports limit it.
+`fat_tree` builds a non-blocking tree with three tiers of equal switches (Al-Fares et al., SIGCOMM 2008), like the
+ToR-Agg-Core network in table 1 of the OrchestrRL paper. All NICs of a server are on one ToR. Half of a ToR's ports lead
+down to NICs. A PoD has 32 servers, as a scalable unit of NVIDIA's DGX SuperPOD; the number affects latency only.
+`servers_per_tor` limits the number of servers below a ToR; if None, only the ToR's ports limit it.
 
 `oversubscribed`: a ToR has `ratio` times as many ports downwards as upwards; the tiers above it are non-blocking. 3:1
-is FT-OS in section 7.2 of the OrchestrRL paper. The paper does not state the oversubscribed tier; the ToRs' uplinks are
-where oversubscription saves most.
+is FT-OS in section 7.2 of the OrchestrRL paper. The paper does not name the oversubscribed tier. This model
+oversubscribes the ToRs' uplinks, because this saves most.
 
 `rail_optimized`: GPUs at the same index of the servers of a PoD share a ToR, with a fat tree above. A message for a GPU
 at another index first goes over NVLink to the GPU at that index (NCCL's PXN).

@@ -213,8 +213,8 @@ class RFabricCircuits:
 
     def _joining(self, reach: Bools, eligible: Bools, free: Ints) -> frozenset[tuple[int, int]]:
         """Return a small set of bridges, preferably inside one PoD and rail, and between ToRs with the most free ports.
-        `reach` [tor, tor] is whether a path connects two ToRs; `free` [tor] is the number of ports that no other bridge
-        uses."""
+        `reach`, indexed by [tor, tor], is true if a path connects the two ToRs. `free`, indexed by ToR, is the number
+        of ports that no other bridge uses."""
         touches: Bools = np.asarray(reach[:, self.blocks].any(axis=2))  # [tor, block]
         hub = int(np.argmax(touches.sum(axis=1)))
         inside: Bools = reach[hub].copy()

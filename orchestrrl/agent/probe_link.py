@@ -2,8 +2,8 @@
 period in which circuits may change.
 
 While no window is armed, the ring buffers of the traced processes are read periodically. While a window is armed, the
-traced processes send a notification (the doorbell) when they go quiet or communicate again, so that no polling is
-needed and a report is less than a millisecond old.
+traced processes send a notification (the doorbell) when they go quiet or communicate again. Therefore, no polling is
+needed, and a report is less than a millisecond old.
 """
 
 import asyncio

@@ -143,7 +143,7 @@ class ControlPlane:
 
     async def _quiet(self) -> None:
         """Wait until the fast loop's moves have ended and their effect is reported, for at most `operation_expiry_s`.
-        The fast loop moves requests most of the time, so without this limit the wait might never end."""
+        Without this limit, the wait might never end, because the fast loop moves requests most of the time."""
         until_s = self.clock.now_s() + self.config.fast.operation_expiry_s
         while self.clock.now_s() < until_s:
             hold = self._underway(self.fleet.state.snapshot(self.clock.now_s()))

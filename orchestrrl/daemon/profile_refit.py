@@ -152,8 +152,8 @@ class ConfigurationEstimate:
     """The cost estimate of one configuration: its initial profile, the present estimate, and the samples behind it.
 
     `date` returns the date of a re-fit in ISO 8601 format. `rebuilt_tokens` maps a context to the number of prompt
-    tokens that take as long to prefill. For an assumed configuration without a prior only the shape of its step times
-    is valid until it is `scaled`.
+    tokens that take as long to prefill. For an assumed configuration without a prior, only the shape of its step times
+    is valid until the estimate is `scaled`.
     """
 
     def __init__(

@@ -2,9 +2,9 @@
 restore the previous circuits after the sync.
 
 The coordinator of circuits (fabric/coordinator.py) decides whether and when circuits change: this module announces the
-traffic of a plan's edges, waits for the result, and returns the present network. A sync runs in every case, over the
-circuits that are up. Without an optical fabric the network is the configured one. According to section 5.2 and appendix
-E of the paper, the circuits of both phases are brought up before the broadcast, and torn down after it.
+traffic of a plan's edges, waits for the result, and returns the present network. A sync always runs, over the circuits
+that are up. Without an optical fabric the network is the configured one. According to section 5.2 and appendix E of the
+paper, the circuits of both phases are brought up before the broadcast, and torn down after it.
 """
 
 import asyncio

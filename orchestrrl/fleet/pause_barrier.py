@@ -1,7 +1,7 @@
 """Close and open the pause barrier of every gateway: either all engines come to rest, or all requests continue as
 before. pause_lease.py defines leases.
 
-Gateways enforce the end of a lease themselves, so that they open when the lease ends even if an order of the daemon is
+Gateways also enforce the end of a lease. They therefore open when the lease ends, even if an order of the daemon is
 lost.
 """
 

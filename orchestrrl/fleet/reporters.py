@@ -1,13 +1,14 @@
-"""Decide which reports count if several senders report the same subject, e.g. two agents report one engine. This module
-performs no I/O.
+"""Decide which sender's reports are used if several senders report the same subject, e.g. two agents report one engine.
+This module performs no I/O.
 
-One sender at a time is the leader, and only the leader's reports count. The leader is replaced when its stream ends,
+One sender at a time is the leader, and only the leader's reports are used. The leader is replaced when its stream ends,
 when it has sent nothing for TAKEOVER_S, or when it could not read its subject for TAKEOVER_S and another sender can.
-Reports that count therefore arrive within seconds of each other, even if senders start or stop.
+The reports that are used therefore arrive within seconds of each other, even if senders start or stop.
 
 A sender is one process, identified by its incarnation, and its reports are ordered by (stream, sequence). Two senders
 without an incarnation cannot be distinguished from one sender that has attached again: each stream is then treated as a
-separate sender, the newest stream leads at once, and a few late reports of an older stream do not regain the lead.
+separate sender. The newest stream becomes the leader at once. A few late reports of an older stream do not make it the
+leader again.
 """
 
 from collections.abc import Hashable
@@ -44,7 +45,7 @@ class Reporters:
     def admit(
         self, name: str, incarnation: str, stream: int, sequence: int, now_s: float, readable: bool = True
     ) -> bool:
-        """Return whether a report counts. It counts if it is newer than its sender's previous reports, and its sender
+        """Return whether a report is used. It is used if it is newer than its sender's previous reports, and its sender
         is the leader or becomes the leader now."""
         key = (name, incarnation or stream)
         sender = self._senders.get(key)

@@ -5,7 +5,7 @@ engine. Two different ids refer to the same engine if either of these matches:
 
 - the server's own identity, which agents and gateways read from it (engines/vllm_info.py); - the address in their URLs,
 if both belong to one host or the address means the same on every host, and no identities contradict it. A loopback
-address alone proves nothing, since every host has the same loopback addresses.
+address alone does not identify a server, since every host has the same loopback addresses.
 
 If this is uncertain, two ids remain two engines.
 """

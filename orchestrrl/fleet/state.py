@@ -652,7 +652,7 @@ class FleetState:
         """Return the requests, with the state WAITING for requests that their engine has preempted. To its gateway a
         preempted request looks like a slow running request; the engine counts it as waiting. If an engine counts more
         waiting requests than the gateways do, the excess is assigned to the requests that have been quiet for longest,
-        excluding those that produced a token since the engine was last sampled."""
+        excluding requests that have produced a token since the engine's last sample."""
         excess = Counter(
             {e: r.sample.waiting for e, r in self._engines.items() if r.sample is not None and r.sample.waiting}
         )

@@ -46,9 +46,10 @@ def demo(
     Finally, a trainer publishes weights while requests run. Peers transfer them to every engine, and each token is
     checked against the version that its response names. --sync runs only this part.
 
-    With --redeploy, a step of Qwen2.5-14B starts on eight TP=2 engines, once with the planner pinned and once without:
-    the planner can then continue with two TP=8 engines, as in the paper's case study. The circuits of a small optical
-    fabric of virtual switches change accordingly. The command writes `redeployment.json` and `redeployment.png`.
+    With --redeploy, a step of Qwen2.5-14B starts on eight TP=2 engines, once with the planner pinned and once without.
+    In the second run, the planner can continue the step on two TP=8 engines, as in the paper's case study. The circuits
+    of a small optical fabric of virtual switches change accordingly. The command writes `redeployment.json` and
+    `redeployment.png`.
 
     Example: `orchestrrl demo --seeds 1,2`
     """

@@ -39,10 +39,11 @@ def fabric_allocate(
 ) -> Output:
     """Compute the number of circuits of each pair of endpoints that minimizes the time of the slowest pair.
 
-    The command reads one JSON problem: `link_gbps`; `endpoints` with their `ports`; `demand`, bytes from `src` to `dst`
-    (entries for the same pair are added); `eligible`, null or the pairs `[a, b]` that may be joined; `failed_ports` of
-    endpoints (a larger number means all its ports). Circuits are full duplex. The result serves at least as many pairs
-    and bytes as Algorithm 3 of the paper, and its slowest pair is no slower. The command changes nothing.
+    The command reads one JSON problem. `link_gbps` is the rate of a circuit, and `endpoints` have a number of `ports`.
+    `demand` contains the bytes from `src` to `dst`; entries for the same pair are added. `eligible` is null or the list
+    of pairs `[a, b]` that may be joined. `failed_ports` is the number of failed ports of each endpoint (a number above
+    its `ports` means all ports). Circuits are full duplex. The result serves at least as many pairs and bytes as
+    Algorithm 3 of the paper, and its slowest pair is no slower. The command changes nothing.
 
     Example:
 

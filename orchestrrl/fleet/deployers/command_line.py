@@ -118,8 +118,9 @@ def url_of(spec: EngineSpec, launch: EngineLaunch) -> str:
 
 
 def ports_to_try(spec: EngineSpec, launch: EngineLaunch) -> list[tuple[int, bool]]:
-    """Return (port, reuse address) pairs for `hold_port`: the engine's own port, with address reuse if the spec gives
-    the port, then the spare ports of the range, or port 0 (any port) if no range is given."""
+    """Return (port, reuse address) pairs for `hold_port`. The first pair is the engine's own port, with address reuse
+    if the spec gives the port. The spare ports of the range follow. If no range is given, port 0 (any port) follows
+    instead."""
     own = urlsplit(url_of(spec, launch)).port or 0
     first_spare = launch.first_port + layout_flags.PORTS_PER_GPU * launch.per_node
     spare = range(first_spare, launch.last_port + 1) if launch.last_port else (0,)

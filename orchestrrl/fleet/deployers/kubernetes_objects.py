@@ -3,10 +3,11 @@
 Each engine is one object, so that a start is one atomic request. An engine on one node is a Deployment of one pod; an
 engine over several nodes is a LeaderWorkerSet of one group, whose leader serves requests.
 
-A pod runs only once. Kubernetes would restart a container that has ended (a Deployment's pods allow no restartPolicy
-other than Always), and replace an evicted pod; the new container or pod would answer at the engine's address with
-outdated weights and without the requests of the old one. Therefore the first command of a container refuses to run
-twice in its pod, and a pod has a scheduling gate, which the deployer removes from the engine's first pods only.
+A pod runs only once. Kubernetes would restart a container that has ended, because a Deployment's pods allow no
+restartPolicy other than Always. It would also replace an evicted pod. The new container or pod would answer at the
+engine's address with outdated weights and without the requests of the old one. Therefore the first command of a
+container refuses to run twice in its pod, and a pod has a scheduling gate, which the deployer removes from the engine's
+first pods only.
 """
 
 import hashlib

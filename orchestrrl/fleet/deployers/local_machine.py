@@ -1,9 +1,9 @@
 """Manage the records, logs and processes on this machine of the engines that `local.py` starts.
 
 Each record is replaced atomically and synced to disk, so that a daemon that is killed leaves either the old or the new
-record. Processes outlive the daemon and are found without a record: by a variable in their environment, which child
-processes inherit, or, if a process has overwritten its environment (setproctitle does, which vLLM's workers use), by
-the log file that it writes to.
+record. Processes outlive the daemon and are found without a record. They are identified by a variable in their
+environment, which child processes inherit. A process that has overwritten its environment is identified by the log file
+that it writes to. vLLM's workers do so, because they use setproctitle.
 """
 
 import contextlib

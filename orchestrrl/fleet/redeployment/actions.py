@@ -135,8 +135,8 @@ class RedeployActions:
         return self.control_plane.clock
 
     def _spec(self, engine: EngineId) -> EngineSpec:
-        """Return the engine's spec. If the engine has an old and a new spec, return the old one when undoing, and the
-        new one otherwise."""
+        """Return the engine's spec. If the engine has an old and a new spec, return the old spec while the redeployment
+        is undone, and the new spec otherwise."""
         new, old = self.redeployment.new, self.redeployment.old
         specs = (*old, *new, *self.redeployment.asleep) if self.going_back else (*new, *old, *self.redeployment.asleep)
         return next(spec for spec in specs if spec.engine == engine)
@@ -255,8 +255,8 @@ class RedeployActions:
                 raise Permanent(f"{engine} ended before it served: {found.detail if found else 'no process is left'}")
 
     async def _admit(self) -> str:
-        """Send requests to the prepared engines, or, when undoing, to the old engines that are alive. Clear fences and
-        expectations."""
+        """Send requests to the prepared engines. While the redeployment is undone, send them to the old engines that
+        are alive instead. Clear fences and expectations."""
         serving: Sequence[EngineSpec]
         if self.going_back:
             alive = {engine for engine, up in self.running.items() if up.life is EngineLife.ALIVE}
@@ -279,8 +279,8 @@ class RedeployActions:
 
     @property
     def _weights(self) -> ServedWeights:
-        """Return the weights to load: the weights recorded in the redeployment, or, when undoing, the fleet's current
-        weights, which may have changed since."""
+        """Return the weights to load. They are the weights recorded in the redeployment. While the redeployment is
+        undone, they are the fleet's current weights, which may have changed since it began."""
         return self.control_plane.current_weights() if self.going_back else self.redeployment.weights
 
     @property

@@ -52,7 +52,7 @@ def answers_fault(reference: AnswerExcerpt, scores: tuple[float, ...], tolerance
 
 def reading_fault(written: AnswerExcerpt, scores: tuple[float, ...], tolerance: AnswerTolerance) -> list[str]:
     """Return a fault if the engine's probabilities for its own answer, read as a prompt, differ from the probabilities
-    at generation: decoding uses kernels, graphs and a cache that prefill does not."""
+    at generation. This detects faults of decoding, which uses kernels, graphs and a cache that prefill does not use."""
     return _scores_fault(written, scores, tolerance, "scores its own answer differently as a prompt")
 
 

@@ -120,8 +120,8 @@ def _target_faults(wish: RedeployRequest, configurations: Mapping[ConfigurationI
 
 
 def _keepable(targets: Sequence[tuple[ConfigurationId, int]], standing: StandingEngine) -> list[EngineSpec]:
-    """Return the existing engines that match the targets. The engines to drop first, if the other engines do not fit,
-    come first."""
+    """Return the existing engines that match the targets. They are in the order in which they are dropped if the other
+    engines do not fit."""
     untouched = {spec.engine for spec in standing.kept_anyway}
     there = [s for s in standing.serving if s.engine in standing.alive and s.engine not in untouched]
     by_configuration = {
@@ -178,9 +178,9 @@ def _room(free: set[GpuId], size: int, per_node: int) -> tuple[GpuId, ...] | Non
 
 
 def _reusing(wanted: TargetEngine, standing: StandingEngine) -> TargetEngine:
-    """Return the target with new engines replaced by existing engines where possible: a sleeping engine of the same
-    configuration and GPUs is woken, and a leaving engine that differs only in its replicas is scaled. Both keep their
-    ids."""
+    """Return the target with new engines replaced by existing engines where possible. A sleeping engine of the same
+    configuration and GPUs is woken. A leaving engine that differs only in its replicas is scaled. Both engines keep
+    their ids."""
     sleeping = {(spec.configuration, spec.gpus): spec for spec in standing.asleep if spec.engine in standing.alive}
     there = {spec.engine for spec in standing.serving}
     kept = {spec.engine for spec in wanted.new}

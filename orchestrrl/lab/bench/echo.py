@@ -1,8 +1,8 @@
 """Measure the minimum latency from a job's pause to a socket: shared memory, a poller and TCP, without decisions.
 
 `python -m orchestrrl.lab.bench.echo STAMPS RANKS POLL_S`: whenever all ranks have stored the same number of pauses
-(lab/demo/fabric_job.py), the time of the last pause is written to a socket on this host, which another process reads.
-On SIGTERM, the program prints one line of JSON with all latencies in seconds, and exits.
+(lab/demo/fabric_job.py), the program writes the time of the last pause to a socket on this host. Another process reads
+the socket. On SIGTERM, the program prints one line of JSON with all latencies in seconds, and exits.
 """
 
 import json

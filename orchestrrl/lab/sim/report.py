@@ -119,8 +119,8 @@ def _decimals(value: float | None) -> str | None:
 
 
 def plot(outcome: ScenarioOutcome, folder: Path) -> list[Path]:
-    """Draw charts of the first seed's last step into `folder`, which must exist: the remaining requests of all arms
-    over time in one chart, and the load of each GPU in one chart per arm. Return the paths of the files."""
+    """Draw charts of the first seed's last step into `folder`, which must exist. One chart shows the remaining requests
+    of all arms over time. One chart per arm shows the load of each GPU. Return the paths of the files."""
     figure, [[axis]] = axes(width=8)
     add_stairs(axis, [ChartLine(run.arm, run.seeds[0].remaining) for run in outcome.arms])
     axis.set(

@@ -1,15 +1,15 @@
 """The simulated engine's scheduler: continuous batching as in vLLM, in virtual time. The scheduler does no I/O and only
 counts tokens.
 
-A step decodes one token of every running sequence and takes
-`base_s(sequences) + gamma_s*kv_tokens + prefill_s_per_token*prefilled_tokens`, where base_s is a curve or
-`alpha_s + beta_s*sequences` and kv_tokens are the tokens resident before the step. KV beyond `kv_capacity_tokens` is
-spilled to CPU memory, which adds `spill_s_per_token` per token and step. Admission is first come, first served, while
-the batch has space and KV blocks for the sequence's context are free. A running sequence without a free block preempts
-the sequence admitted last, which returns to the head of the queue and is prefilled again. With prefix caching, all
-samples of a prompt share its full blocks, from the admission of the first sample until the last one ends (vLLM keeps
-them until it needs the blocks, so it reuses more). Between such events each sequence only grows by one token per step,
-so runs of equal steps are computed at once: the cost is per event, not per token.
+A step decodes one token of every running sequence and takes `base_s(sequences) + gamma_s*kv_tokens +
+prefill_s_per_token*prefilled_tokens`, where base_s is a curve or `alpha_s + beta_s*sequences` and kv_tokens are the
+tokens resident before the step. KV beyond `kv_capacity_tokens` is spilled to CPU memory, which adds `spill_s_per_token`
+per token and step. Admission is first come, first served, while the batch has space and KV blocks for the sequence's
+context are free. A running sequence without a free block preempts the sequence admitted last, which returns to the head
+of the queue and is prefilled again. With prefix caching, all samples of a prompt share its full blocks, from the
+admission of the first sample until the last sample ends. vLLM keeps the blocks until it needs them for other requests,
+so that it reuses more blocks. Between such events each sequence only grows by one token per step, so runs of equal
+steps are computed at once: the cost is per event, not per token.
 """
 
 from collections import deque

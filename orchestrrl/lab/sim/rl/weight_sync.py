@@ -305,8 +305,8 @@ def problem_of(shards: Sequence[ServerShard], site: SyncSite, servers: Servers) 
 
 
 def bound_s(shards: Sequence[ServerShard], site: SyncSite) -> float:
-    """Return a lower bound on the duration of any plan: the largest of the times to receive the required bytes at each
-    server, ToR and PoD, and to send every shard once from its holders."""
+    """Return a lower bound on the duration of any plan. It is the largest of several times: the time in which each
+    server, ToR and PoD receives its required bytes, and the time in which the holders send every shard once."""
     arriving = np.zeros(len(site.pod))
     entering, climbing = np.zeros(site.pods), np.zeros(len(site.tor_bytes_per_s))
     for shard in shards:

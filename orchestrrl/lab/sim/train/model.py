@@ -31,13 +31,12 @@ class TrainConstants:
     vs H200 Benchmark Part 1: Training", December 2024), and 792 in its best shape (table "Maximum Achievable Matmul
     FLOPS" of github.com/stas00/ml-engineering). Other shapes lose time to partial waves and to `kernel_s`, the start
     and drain of a kernel. With both, the model matches XLA's measured table of an H100 (openxla/xla,
-    service/gpu/model/matmul_interpolator_data.h) within a third from inner sizes of 512 on, and within a tenth for
-    large sizes.
-    attention: cuDNN's fused attention on an H100, head size 128, causal (FlashAttention-3, arXiv 2407.08608, figures 5
-    and 6), reaches 410, 484, 518, 539 TFLOPS forward at 1k, 2k, 4k, 16k tokens. The backward pass reaches 408, 465,
-    499, 516 TFLOPS without a mask, and 0.85 of that with a mask, as in the forward pass. The curve efficiency * s / (s
-    + half_tokens) passes through these points.
-    hbm: a copy on an H100 SXM reaches 3.0 of 3.35 TB/s; kernels that also compute reach slightly less.
+    service/gpu/model/matmul_interpolator_data.h) within a third for inner sizes of at least 512, and within a tenth for
+    large sizes. attention: cuDNN's fused attention on an H100, head size 128, causal (FlashAttention-3, arXiv
+    2407.08608, figures 5 and 6), reaches 410, 484, 518, 539 TFLOPS forward at 1k, 2k, 4k, 16k tokens. The backward pass
+    reaches 408, 465, 499, 516 TFLOPS without a mask, and 0.85 of that with a mask, as in the forward pass. The curve
+    efficiency * s / (s + half_tokens) passes through these points. hbm: a copy on an H100 SXM reaches 3.0 of 3.35 TB/s;
+    kernels that also compute reach slightly less.
     """
 
     gemm_efficiency: Efficiency = 0.74

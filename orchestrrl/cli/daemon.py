@@ -45,7 +45,7 @@ def check_config(
     file: Annotated[Path | None, typer.Argument(help="The configuration file (YAML).")] = None,
     print_example: Annotated[bool, typer.Option("--print-example", help="Print a commented example and exit.")] = False,
 ) -> Output:
-    """Validate a configuration file and print its settings. If it is invalid, print all errors; exit status 2.
+    """Validate a configuration file and print its settings. If it is invalid, print all errors and exit with status 2.
 
     Example: `orchestrrl check-config --print-example > orchestrrl.yaml && orchestrrl check-config orchestrrl.yaml`
     """

@@ -39,7 +39,8 @@ async def journal(
         typer.Option("--kind", metavar="KIND", help="Print only entries of this kind. Can be repeated."),
     ] = None,
 ) -> AsyncIterator[dict[str, Any]]:
-    """Print the newest journal entries, one per line. Long lines are cut; --json prints each as a whole JSON object.
+    """Print the newest journal entries, one per line. Long lines are cut. With --json, print each entry as a whole JSON
+    object.
 
     Example: `orchestrrl journal --follow --kind operation.result`
     """

@@ -80,7 +80,8 @@ async def drain(
     """Drain an engine: it receives no new requests. Its requests finish on the engine or, with --move, on other
     engines.
 
-    The engine remains drained when the daemon restarts, until --undo. Requests that cannot move finish on the engine.
+    The engine remains drained when the daemon restarts, until `--undo` ends the drain. Requests that cannot move finish
+    on the engine.
 
     Example: `orchestrrl engines drain e1 --move --wait`
     """

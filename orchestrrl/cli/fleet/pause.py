@@ -42,7 +42,8 @@ async def pause(
 ) -> Output:
     """Pause every engine and wait until the fleet is quiet. The fleet resumes when the lease expires.
 
-    Renew the lease with `orchestrrl renew`. If the fleet is not quiet by the deadline, it resumes; exit status 1.
+    Renew the lease with `orchestrrl renew`. If the fleet is not quiet by the deadline, it resumes, and the exit status
+    is 1.
 
     Example: `orchestrrl pause --mode wait --deadline-s 300 --holder "weights of step 12"`
     """

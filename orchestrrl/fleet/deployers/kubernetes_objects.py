@@ -212,7 +212,7 @@ def annotation(made: Mapping[str, Any], key: str) -> str:
 
 
 def merged_objects(under: Any, over: Any) -> Any:
-    """Return `under` and `over` merged; `over` takes precedence. Lists of named objects are merged by name, other lists
+    """Return `under` and `over` merged; `over` takes precedence. Lists of named objects are merged by name. Other lists
     are concatenated."""
     if isinstance(under, dict) and isinstance(over, dict):
         return {**under, **{key: merged_objects(under[key], over[key]) if key in under else over[key] for key in over}}

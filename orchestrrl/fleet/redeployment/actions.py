@@ -68,7 +68,7 @@ class FleetControl(Protocol):
 
     async def circuits_follow(self, engines: Sequence[EngineSpec]) -> str:
         """Allocate circuits for exactly these engines, which are about to serve. Return a remark on the result, or an
-        empty string if no fabric is configured. Raises no errors, and returns within a limited time."""
+        empty string if no fabric is configured. The call raises no errors and returns within a limited time."""
 
 
 MakeSpec = Callable[[FleetSettings, EngineId, ConfigurationId, Sequence[GpuId]], EngineSpec]

@@ -61,7 +61,7 @@ class RedeployTimeouts:
 @dataclass(frozen=True, slots=True)
 class ServedWeights:
     """The weights that all engines must serve. `version` is None if no version was set; the model's own weights then
-    apply. `source` is a folder that engines can read; empty if unknown."""
+    apply. `source` is a folder that engines can read, or an empty string if no such folder is known."""
 
     version: int | None = None
     source: str = ""

@@ -31,8 +31,8 @@ COMMANDS: dict[str, tuple[Sequence[str], Mapping[str, str]]] = {
 
 def start_up(folder: Path) -> list[Figure]:
     """Measure the CPU seconds as medians over rounds. The first round writes bytecode and is not counted. An engine or
-    a gateway is ready when it has printed its address, an agent or a peer when the daemon lists it, and the daemon when
-    it has made a plan."""
+    a gateway is ready when it has printed its address. An agent or a peer is ready when the daemon lists it. The daemon
+    is ready when it has made a plan."""
     spent_s: dict[str, list[float]] = defaultdict(list)
     # With PYTHONDONTWRITEBYTECODE, every process would compile all modules again.
     with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ, {"PYTHONPYCACHEPREFIX": cache}):

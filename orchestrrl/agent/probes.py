@@ -205,7 +205,7 @@ class HostTraces:
         self._by_job.clear()
 
     def _complete(self, announced: fabric_pb2.Announcement) -> None:
-        """Fill in the intent of an announcement without one from the last announcement of the same period, which the
+        """If an announcement has no intent, add the intent of the last announcement of the same period, which the
         daemon may have missed."""
         key = announced.job, announced.period
         if announced.intent_json:

@@ -94,8 +94,9 @@ def gateway(flags: GatewayFlags) -> None:
 
     Example: `orchestrrl gateway --engine e0=http://10.0.0.1:8000 --engine e1=http://10.0.0.2:8000`
 
-    The first line on standard output is the URL of the gateway, the second that of the operator API. With several
-    processes, each prints a line for its operator API. `/version` returns that URL as `operator_url`.
+    The first line on standard output is the URL of the gateway. The second line is the URL of the operator API. If
+    there are several processes, each process prints a line for its operator API. `/version` returns the URL of the
+    operator API as `operator_url`.
     """
     # Imported here so that help and completion are fast.
     import asyncio

@@ -21,9 +21,9 @@ POLL_EVERY_S = 0.5
 def showing(
     picture: "Callable[[Report], RenderableType]", news: Callable[[Report | None, Report], Iterable[str]], aside: bool
 ) -> Iterator[Callable[[Report], None]]:
-    """Yield a function that shows a report: on a terminal as a picture redrawn in place, in a pipe as one line per
-    change since the previous report. With `aside`, reports are written to standard error, so that standard output
-    contains only the result."""
+    """Yield a function that shows a report. On a terminal, the report is a picture that is redrawn in place. In a pipe,
+    it is one line per change since the previous report. With `aside`, reports are written to standard error, so that
+    standard output contains only the result."""
     latest: list[Report] = []
     if aside or not stdout().is_terminal:
         console = stderr() if aside else stdout()

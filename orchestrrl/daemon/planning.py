@@ -294,8 +294,8 @@ class Planning:
 
 
 def _move_fixed(body: Mapping[str, Any]) -> tuple[MoveMethod, float] | None:
-    """Return a move method and the learned fixed part of its duration in seconds. Return None if the journal entry is
-    about another number."""
+    """Return a move method and the learned fixed part of its duration in seconds. Return None if the journal entry
+    describes another estimate."""
     if body.get("figure") != MOVE_FIXED:
         return None
     return MoveMethod(body["method"]), float(body["value"])

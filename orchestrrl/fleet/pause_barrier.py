@@ -78,7 +78,7 @@ class EngineAtRest:
 
 class PauseBarrier:
     """The fleet's pause barrier. It calls `changed` when the weight versions in routes change or engines may be used
-    again, and `restarted` for an engine that has lost its weights."""
+    again. It calls `restarted` for an engine that has lost its weights."""
 
     def __init__(
         self,

@@ -140,8 +140,8 @@ class PauseState:
         """Return the state after the holder resumed.
 
         `engines` are all engines of the fleet. `policy_version` is the version of all engines except `without`. If it
-        is None, no engine received other weights, and engines that were left out before remain so. `weights_source` is
-        the location of the engines' present weights, with or without a new version.
+        is None, no engine received other weights, and engines that were excluded before remain excluded.
+        `weights_source` is the location of the engines' present weights, with or without a new version.
         """
         lease = self.require_lease(lease_id)
         before = self.left_out if policy_version is None else ()

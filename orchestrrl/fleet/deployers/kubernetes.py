@@ -134,7 +134,7 @@ class KubernetesDeployer(FixedGpusDeployer):
     async def _until_it_runs(self, engine: EngineId) -> DeployedInstance | Retryable | Permanent:
         """Wait until the engine runs or has ended, and return its state. Return the error Retryable, without raising
         it, if its pods cannot be scheduled now. Return the error Permanent if they can never run. Raises Permanent if
-        the engine is stopped meanwhile."""
+        the engine is stopped during the wait."""
         waiting_since_s: float | None = None
         while True:
             everyone = await self._view.all()
@@ -169,7 +169,7 @@ class KubernetesDeployer(FixedGpusDeployer):
 
     async def _let_through(self, made: Object, pods: Sequence[Object]) -> None:
         """Record the first pods once all of them exist, then open their scheduling gates: a pod that is not recorded
-        has never run. The caller polls again if the objects changed meanwhile."""
+        has never run. The caller polls again if the objects have changed in between."""
         first = [pod for pod in pods if not reading.deleting(pod)]
         if reading.uids(made):
             await self._open_gates(made, pods)

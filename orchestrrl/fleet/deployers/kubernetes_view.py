@@ -88,8 +88,8 @@ def gates(pod: Object) -> list[Object]:
 
 
 def cannot_be_made(made: Object) -> str:
-    """Return why Kubernetes refuses to create the pods, e.g. a quota or a policy, or an empty string if it does not
-    refuse."""
+    """Return the reason why Kubernetes refuses to create the pods, e.g. a quota or a policy. Return an empty string if
+    it does not refuse."""
     for condition in made.get("status", {}).get("conditions") or []:
         if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
             return f"its pod is refused: {condition.get('message', condition.get('reason', ''))}"

@@ -113,8 +113,8 @@ def _read(path: Path) -> EngineRecord | None:
 
 
 class EngineLogs:
-    """Log files in `folder/logs`, one per engine and start: `ENGINE.log` for the latest start, `ENGINE.log.1` and up
-    for earlier starts."""
+    """Log files in `folder/logs`, one per engine and start. `ENGINE.log` is the log of the latest start. The logs of
+    earlier starts are `ENGINE.log.1`, `ENGINE.log.2` and so on."""
 
     def __init__(self, folder: Path, kept: int) -> None:
         self._folder = folder / "logs"

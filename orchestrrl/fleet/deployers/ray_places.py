@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 
 class RayRefusal(Exception):
-    """Raised if a call is refused or fails. `kind` is retryable, permanent or unknown, as the errors of
+    """Raised if a call is refused or fails. `kind` is retryable, permanent or unknown, like the errors in
     orchestrrl.core.errors."""
 
     def __init__(self, kind: str, message: str) -> None:

@@ -78,7 +78,7 @@ MakeSpec = Callable[[FleetSettings, EngineId, ConfigurationId, Sequence[GpuId]],
 class FleetDeployment:
     """The functions that start and reach engines, and the settings of redeployments. `make_spec` returns the spec of an
     engine of a configuration on given GPUs, and raises ProblemFaults if the engine cannot be started. `gpus_count` is
-    the number of GPUs in the fleet, and `per_node` the number per node."""
+    the number of GPUs in the fleet, and `per_node` is the number of GPUs per node."""
 
     deployer: Deployer
     connect: Callable[[str], ManagedEngine]

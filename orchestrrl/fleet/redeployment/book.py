@@ -120,8 +120,8 @@ class RedeploymentBook:
         return tuple(self._all())
 
     def report(self, id: str = "") -> RedeploymentReport:
-        """Return the report of the redeployment with this id; an empty id means the newest redeployment. Raises
-        Permanent if it does not exist."""
+        """Return the report of the redeployment with this id. If the id is empty, return the report of the newest
+        redeployment. Raises Permanent if it does not exist."""
         reports = self._all()
         if not id and reports:
             return next(reversed(reports.values()))

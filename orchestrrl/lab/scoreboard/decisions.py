@@ -39,8 +39,9 @@ Shares = NDArray[np.float64]  # [client or step, bin]
 
 
 def mean_errors(clients: Shares, requests: int, seeds: int) -> dict[str, float]:
-    """Forecast series of steps, one step ahead. Return the mean error over seeds and scored steps by name: each method,
-    `chosen` for the method that the planner chooses, and the reference values `two_samples` and `truth`."""
+    """Forecast series of steps, one step ahead. Return the mean errors over seeds and scored steps by name. The names
+    are those of the methods, `chosen` (the method that the planner chooses), and the reference values `two_samples` and
+    `truth`."""
     errors: dict[str, list[float]] = defaultdict(list)
     for seed in range(seeds):
         rng = np.random.default_rng(seed)

@@ -155,8 +155,8 @@ class TokenModel:
         return list(text.encode())
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids: bytes as UTF-8 (invalid ones as U+FFFD), words as ` wID`; special tokens are
-        omitted."""
+        """Return the text of token ids. Byte tokens are decoded as UTF-8, with U+FFFD for invalid bytes. Word tokens
+        give ` wID`. Special tokens are omitted."""
         pieces: list[str] = []
         pending = bytearray()
         for token in token_ids:

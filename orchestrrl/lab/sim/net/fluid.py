@@ -132,10 +132,10 @@ def finish_s(
 def finish_beside(
     network: LinkNetwork, flows: GpuFlows, routes: FlowRoutes, steady: GpuFlows, *, tolerance: float = TOLERANCE
 ) -> tuple[Floats, Floats]:
-    """Return `finish_s` of `flows` while `steady` flows, which never end, use at most `steady.bytes` bytes/s each; and
-    the delay of each steady flow in seconds. The delay is the number of bytes that the steady flow lost to `flows`,
-    divided by its rate without `flows`. A steady flow may gain bytes for a while, if its competitors are slowed on
-    other links: only the net loss at the end counts, and it is at least 0."""
+    """Return the end times of `flows` as `finish_s` does, and the delay of each steady flow in seconds. The `steady`
+    flows, which never end, use at most `steady.bytes` bytes/s each. The delay is the number of bytes that the steady
+    flow lost to `flows`, divided by its rate without `flows`. A steady flow may gain bytes for a while, if its
+    competitors are slowed on other links: only the net loss at the end counts, and it is at least 0."""
     count = len(flows)
     size = np.concatenate((flows.bytes, np.full(len(steady), np.inf)))
     cap = np.concatenate((np.full(count, np.inf), steady.bytes))

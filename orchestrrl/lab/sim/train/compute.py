@@ -19,7 +19,8 @@ from planner.cost.models import Model
 def attended_pairs(model: Model, tokens: float, square_tokens: float | None = None) -> float:
     """Return the number of query-key pairs that a causal mask keeps, over all layers of a sequence. `square_tokens` is
     the mean of the squared lengths, if lengths differ. For a layer with a sliding window, all sequences are treated as
-    longer than the window, or all as shorter, according to their mean length."""
+    longer than the window if their mean length exceeds it. Otherwise, all sequences are treated as shorter than the
+    window."""
     full = (tokens * tokens if square_tokens is None else square_tokens) / 2
     if not 0 < model.window_tokens < tokens:
         return model.layers * full

@@ -66,8 +66,8 @@ class ClosCabling:
 
     @cached_property
     def pod_uplinks(self) -> Ints:
-        """The number of uplinks of each PoD, as an array indexed by PoD. A single PoD has no uplinks. It equals the
-        number of uplinks of the PoD's ToRs."""
+        """The number of uplinks of each PoD, as an array indexed by PoD. It equals the number of uplinks of the PoD's
+        ToRs. A single PoD has no uplinks."""
         wanted = np.bincount(self.pod_of, self.tor_uplinks, minlength=self.pods).astype(np.int64)
         return wanted if self.pods > 1 else np.zeros_like(wanted)
 
@@ -155,8 +155,8 @@ def fat_tree(
 def blocked_tree(
     servers: Servers, radix: int, servers_per_pod: int, servers_per_tor: int | None, ratio: float = 1.0
 ) -> ClosCabling:
-    """Return a tree with blocks of servers below ToRs; `ratio` is a ToR's number of ports down over its number of ports
-    up. Raises ImpossibleSite if the switches have too few ports for the servers."""
+    """Return a tree with blocks of servers below ToRs; `ratio` is a ToR's number of ports down divided by its number of
+    ports up. Raises ImpossibleSite if the switches have too few ports for the servers."""
     down = int(radix * ratio / (1 + ratio) + 1e-9)
     refuse(*_too_many(servers, radix, down, servers_per_tor))
     return _cabled(servers, servers_per_tor or down // servers.nics_per_server, servers_per_pod, 1, ratio)

@@ -181,10 +181,10 @@ def sync_box(
 ) -> Output:
     """Broadcast weights to emulated hosts over TCP, by a planned tree and by the methods that it is compared with.
 
-    Hosts and ToRs are network namespaces, as in `orchestrrl fabric box`; every link has a rate. Each host is a process
-    with the product's carrier. Each host of the training PoDs holds a part of the weights; each host of the generation
-    PoDs needs all of them. Every way starts with the circuits of generation, and then uses the circuits that its edges
-    request from the daemon. The received weights are compared by SHA-256 and then deleted.
+    Hosts and ToRs are network namespaces, as in `orchestrrl fabric box`. Every link has a limited rate. Each host is a
+    process with the product's carrier. Each host of the training PoDs holds a part of the weights. Each host of the
+    generation PoDs needs all weights. Every way starts with the circuits of generation, and then uses the circuits that
+    its edges request from the daemon. The received weights are compared by SHA-256 and then deleted.
 
     | way | |
     |---|---|

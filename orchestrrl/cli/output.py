@@ -41,9 +41,9 @@ Columns = Mapping[str, Getter]
 class Output:
     """The result of a command.
 
-    `document` is printed with --json. `view` is printed without it: an iterable of lines with rich markup and other
-    renderables, consumed only when printed; a table; or plain text. `failure` is the error message of exit status
-    `status`; an empty message is not printed.
+    `document` is printed with --json. `view` is printed without --json. It is a table, plain text, or an iterable of
+    lines with rich markup and other renderables, which is consumed only when printed. `failure` is the error message of
+    exit status `status`. An empty message is not printed.
     """
 
     document: Any

@@ -86,8 +86,8 @@ def _switch_faults(document: dict[Any, Any]) -> list[str]:
 
 
 def _start_faults(document: dict[Any, Any], profile: "Profile | None") -> list[str]:
-    """Return the faults that the deployer finds in its options, or else the faults of engines that it could never
-    start. The list is empty if the section `fleet` is invalid."""
+    """Return the faults that the deployer finds in its options. If there are none, return the faults of engines that it
+    could never start. The list is empty if the section `fleet` is invalid."""
     only, _ = validated({"fleet": document.get("fleet", {})})
     if only is None:
         return []

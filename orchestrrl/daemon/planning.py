@@ -272,7 +272,7 @@ class Planning:
         return decide
 
     def move_costing(self, kv_versions: Mapping[EngineId, str]) -> MovePricing:
-        """Return the present costs of single moves."""
+        """Return the current costs of single moves."""
         gpus = self._config.fleet.gpus
         profiles = {profile.id: profile for profile in self.costs.cost_estimates().profiles}
         return MovePricing(profiles, self.costs.moving(self._nics.share), gpus.per_node if gpus else 8, kv_versions)

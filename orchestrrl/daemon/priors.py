@@ -160,8 +160,8 @@ def _sound(profile: EngineProfile) -> bool:
 
 
 def _precision(facts: ServingFacts, model: Model) -> Precision:
-    """Return the precision that the engine reports, or else the precision in the checkpoint's name, or else that of the
-    published model."""
+    """Return the precision that the engine reports. Otherwise, return the precision in the checkpoint's name or, if the
+    name contains none, the precision of the published model."""
     words = re.split(r"[-_/. ]+", facts.model.lower())
     named = next((QUANTIZED_BITS[word] for word in words if word in QUANTIZED_BITS), None)
     bits = facts.weight_bits or named

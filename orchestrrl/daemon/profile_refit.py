@@ -149,7 +149,8 @@ def prefilled_between(earlier: EngineSample, later: EngineSample) -> ObservedPre
 
 
 class ConfigurationEstimate:
-    """The cost estimate of one configuration: its initial profile, the present estimate, and the samples behind it.
+    """The cost estimate of one configuration: its initial profile, the current estimate, and the samples from which it
+    is computed.
 
     `date` returns the date of a re-fit in ISO 8601 format. `rebuilt_tokens` maps a context to the number of prompt
     tokens that take as long to prefill. For an assumed configuration without a prior, only the shape of its step times

@@ -299,7 +299,8 @@ def intent_of(
 
 
 def _gpu_of(peer: Peer, site: Site) -> int | None:
-    """Return the peer's own GPU, or else the first GPU under the same ToR, or None."""
+    """Return the peer's own GPU. If it is unknown, return the first GPU under the same ToR, or None if there is no such
+    GPU."""
     if peer.place.gpu is not None and GpuId(peer.place.gpu) in site.server_of:
         return peer.place.gpu
     below = (gpu for gpu in sorted(site.server_of) if site.tor_of(gpu) == peer.place.tor)

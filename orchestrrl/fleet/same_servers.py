@@ -24,7 +24,7 @@ SETTLE_S = 120.0
 
 @dataclass(slots=True)
 class ServerClaim:
-    """One id that a source uses, and what the source reports about the server behind it."""
+    """One id that a source uses, and the source's report on the server with this id."""
 
     source: NodeId
     engine: EngineId

@@ -53,7 +53,7 @@ def conformance(
 
     The suite runs without a daemon and moves mirrors: use a switch in a lab, or unused ports. Tests that inject faults
     which a real switch cannot simulate are skipped with the reason. The ports are freed at the end, also after Ctrl-C,
-    SIGTERM or SIGHUP; circuits that could not be removed are listed with instructions. Exit status 0: no test failed;
+    SIGTERM or SIGHUP. Circuits that could not be removed are listed with instructions. Exit status 0: no test failed;
     1: a test failed, or the ports are in use; 2: malformed; 128 plus the signal number: stopped by a signal.
 
     Examples:

@@ -89,9 +89,9 @@ async def connect(
     """Connect pairs of ports, all of them or none.
 
     The command also takes effect in mode `advise`, which restricts only the daemon's own decisions. Circuits to evict
-    are printed first; if the switch changes before the command is sent, nothing is sent. A circuit that does not come
-    up is retried once, then the change is rolled back. Circuits that the daemon does not own are never evicted. Exit
-    status 0: done; 1: refused or rolled back; 2: malformed.
+    are printed first. If the switch changes before the command is sent, nothing is sent. A circuit that does not come
+    up is retried once. If the retry fails, the change is rolled back. Circuits that the daemon does not own are never
+    evicted. Exit status 0: done; 1: refused or rolled back; 2: malformed.
 
     Examples:
 

@@ -27,7 +27,7 @@ def plan(file: ProblemFile) -> Output:
     Nothing is sent. Exit status 3: shards must cross a PoD or ToR that has no circuits.
 
     If PoDs have fixed links, such as existing circuits or Ethernet between sites, list them in `links` with the
-    circuits per direction and their rate: `[{"a", "b", "circuits", "gbps"}]`. The plan then uses only these.
+    circuits per direction and their rate: `[{"a", "b", "circuits", "gbps"}]`. The plan then uses only these links.
 
     Example:
 

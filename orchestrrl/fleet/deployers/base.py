@@ -82,9 +82,9 @@ class Deployer(Protocol):
         False, the engine does not exist, or a GPU to reclaim is in use by another engine."""
 
     async def scale(self, spec: EngineSpec) -> DeployedInstance:
-        """Record that a running engine has the GPUs of `spec` from now on, as if started with them; the caller scales
-        the engine's processes. Raises Permanent if `can_scale` is False, the engine does not exist, or a GPU is in
-        use."""
+        """Record that a running engine has the GPUs of `spec` from now on, as if it had been started with them. The
+        caller scales the engine's processes. Raises Permanent if `can_scale` is False, the engine does not exist, or a
+        GPU is in use."""
 
     async def close(self) -> None:
         """Release connections. Engines continue to run."""

@@ -4,14 +4,14 @@ A layout maps to `--tensor-parallel-size`, `--pipeline-parallel-size`, `--data-p
 `--enable-expert-parallel` (vLLM spreads experts over all of an engine's TP x DP GPUs, or over none). An engine over
 several nodes has a process on each node. Only the first process serves the API; the flag `--headless` disables it in
 the other processes. The flags of each process follow vLLM's documentation on parallel serving and its
-engine/arg_utils.py (0.32). vLLM's parser has accepted all of these flags; multi-node engines and AFD have not been run
-here.
+engine/arg_utils.py (0.32). vLLM's parser accepts all of these flags. Multi-node engines and AFD have not been tested
+with real engines.
 
 AFD requires the experimental plugin vllm-project/afd-plugin in vLLM's environment. An AFD engine has two groups of
 processes. The section `afd` of `--additional-config` defines the side of each group, as described in the plugin's
 README, recipes and afd_plugin/config.py for vLLM 0.30.0. The rendered connector is P2pNcclAFDConnector. The plugin
 overlaps at most two micro-batches (`--enable-dbo`), and needs at least as many attention ranks as FFN ranks. vLLM 0.26
-required the number of attention ranks to be a multiple of the number of FFN ranks; this is not checked.
+required the number of attention ranks to be a multiple of the number of FFN ranks; this condition is not checked.
 """
 
 import json

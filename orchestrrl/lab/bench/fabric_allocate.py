@@ -166,8 +166,8 @@ class Optimum:
 
 
 def _both_ways(problem: AllocationProblem) -> Mapping[Pair, tuple[int, int]]:
-    """Return two numbers of bytes for each eligible pair with demand: the larger of its two directions' numbers, and
-    the sum of both."""
+    """Return two numbers of bytes for each eligible pair with demand: the number of its direction with more bytes, and
+    the sum over both directions."""
     sent: dict[Pair, list[int]] = {}
     for (source, destination), sent_bytes in problem.demand.items():
         pair = pair_of(source, destination)

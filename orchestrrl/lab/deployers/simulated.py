@@ -12,8 +12,8 @@ from planner.model import ConfigurationId, EngineId
 
 
 class SimulatedDeployer(FixedGpusDeployer):
-    """Deploys simulated engines on the GPUs of one fleet. `started` is called for each engine that becomes ready,
-    `stopped` for each engine that ends."""
+    """Deploys simulated engines on the GPUs of one fleet. `started` is called for each engine that becomes ready, and
+    `stopped` is called for each engine that ends."""
 
     keeps_gpus = "simulated engines neither sleep nor scale"
 

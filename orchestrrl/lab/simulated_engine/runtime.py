@@ -188,8 +188,8 @@ class Runtime:
         self._abort([answer] if answer.id in self._answers else [])
 
     async def pause(self, mode: PauseMode, clear_cache: bool = True) -> None:
-        """Pause as vLLM does. `KEEP` stops stepping; with `clear_cache`, running requests lose their KV and are
-        prefilled again. `WAIT` returns when all running requests have finished; waiting requests are held. `ABORT` ends
+        """Pause as vLLM does. `KEEP` stops stepping. With `clear_cache`, running requests lose their KV and are
+        prefilled again. `WAIT` returns when all running requests have finished. Waiting requests are held. `ABORT` ends
         all requests. Requests that arrive during a pause wait."""
         self._advance()
         self.pause_mode = mode

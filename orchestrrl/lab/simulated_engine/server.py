@@ -1,8 +1,8 @@
 """The simulated engine: an HTTP server with vLLM's API, whose step times and tokens are computed.
 
-`orchestrrl engine simulated` runs it. Step times are computed in scheduler.py and tokens in tokens.py; runtime.py
-advances the scheduler; this module has the routes. vLLM is the reference for its behaviour: see the engines'
-conformance suite.
+`orchestrrl engine simulated` runs it. scheduler.py computes step times, and tokens.py computes tokens. runtime.py
+advances the scheduler. This module has the routes. The server behaves like vLLM, which the engines' conformance suite
+checks.
 """
 
 import asyncio

@@ -156,8 +156,8 @@ def _joined(first: FlowRoutes, then: FlowRoutes) -> FlowRoutes:
 
 
 def _finish(problem: FlowProblem, size: Floats, alone: Floats, tolerance: float) -> tuple[Floats, Floats]:
-    """Return two arrays indexed by row: the end time, and the number of bytes by which the row is behind its rate
-    `alone` (bytes/s) when the last row ends. Rows without a link take no time."""
+    """Return two arrays indexed by row: the end time, and the deficit in bytes when the last row ends, compared with a
+    transfer at the row's rate `alone` (bytes/s). Rows without a link take no time."""
     left = np.where(np.diff(problem.begin) > 0, size, 0.0)
     return _drained(problem.capacity, problem.begin, problem.link, problem.load, left, alone, tolerance)
 

@@ -145,7 +145,7 @@ def _notes(run: RlRun, trained: TrainStage, synced: SyncStage, times: ArmTimes) 
 
 
 def _beside(run: RlRun, synced: SyncStage, times: ArmTimes) -> list[str]:
-    """Return the notes on how much weight sync and concurrent stages delay each other."""
+    """Return the notes on the delays that weight sync and concurrent stages cause to each other."""
     if not synced.held_s:
         return []
     alone_s, who = times.sync_stage(SimulatedFailures()).seconds, " and ".join(NAMES[stage] for stage in synced.held_s)

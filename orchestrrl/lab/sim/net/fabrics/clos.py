@@ -1,12 +1,13 @@
 """Build trees of packet switches: NICs below ToRs, ToRs below the switches of their PoD, PoDs below the core.
 
 Packets are sprayed over all upward paths, so that the switches of a PoD are modelled as one node, and the core switches
-as another node. One bundle per direction connects a ToR to its PoD, and a PoD to the core.
+as another node. One bundle per direction connects each ToR to its PoD, and one bundle per direction connects each PoD
+to the core.
 
 `fat_tree` builds a non-blocking tree with three tiers of equal switches (Al-Fares et al., SIGCOMM 2008), like the
 ToR-Agg-Core network in table 1 of the OrchestrRL paper. All NICs of a server are on one ToR. Half of a ToR's ports lead
-down to NICs. A PoD has 32 servers, as a scalable unit of NVIDIA's DGX SuperPOD; the number affects latency only.
-`servers_per_tor` limits the number of servers below a ToR; if None, only the ToR's ports limit it.
+down to NICs. A PoD has 32 servers, like a scalable unit of NVIDIA's DGX SuperPOD. This number affects only latency.
+`servers_per_tor` limits the number of servers below a ToR. If it is None, only the ToR's ports limit this number.
 
 `oversubscribed`: a ToR has `ratio` times as many ports downwards as upwards; the tiers above it are non-blocking. 3:1
 is FT-OS in section 7.2 of the OrchestrRL paper. The paper does not name the oversubscribed tier. This model

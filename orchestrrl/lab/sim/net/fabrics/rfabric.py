@@ -84,8 +84,9 @@ def rfabric(
     have room. The other servers fill Gen PoDs one after another, so that only the last PoD may have free slots. Each
     stage changes the PoDs that its template names. If `train_servers` is None, PoDs have no roles, and a period changes
     the PoDs in which it has traffic. A full ToR has as many uplinks as NICs. The number of a PoD's lanes to the core is
-    half the number of its NICs. `allocation` is `traffic` to allocate circuits by the traffic of each period, `uniform`
-    to spread them evenly over the ToR pairs that have traffic, or `fixed` to keep the circuits at rest."""
+    half the number of its NICs. With the `allocation` `traffic`, circuits are allocated by the traffic of each period.
+    With `uniform`, they are spread evenly over the ToR pairs that have traffic. With `fixed`, the circuits at rest are
+    kept."""
     train = servers.count if train_servers is None else train_servers
     if train > servers.count:
         refuse(ShapeFault("train_servers", f"must be <= {servers.count}, the number of servers", train))

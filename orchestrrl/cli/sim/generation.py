@@ -35,10 +35,10 @@ def gen(
 ) -> Output:
     """Run generation steps of a scenario in virtual time, with static baselines and with OrchestrRL.
 
-    Arms: verl_to (best static TP), verl_lo (widest TP), partial_rollout, planning, balancing, both (_paper: moves by
-    the paper's rule), mean_only (no forecast), oracle (all lengths given to the planner), packed_known (the best static
-    fleet, packed by the true lengths), prompts_known (the best static fleet, packed by the distribution of each
-    prompt's lengths).
+    Arms: verl_to (best static TP), verl_lo (widest engines within a node), partial_rollout, planning, balancing, both
+    (_paper: moves by the paper's rule), mean_only (no forecast), oracle (all lengths given to the planner),
+    packed_known (the best static fleet, packed by the true lengths), prompts_known (the best static fleet, packed by
+    the distribution of each prompt's lengths).
 
     Example: `orchestrrl sim gen --example --plot out/sim`
     """

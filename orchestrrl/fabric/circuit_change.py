@@ -2,9 +2,9 @@
 outcome.
 
 A change is atomic as far as the device allows. Cross-connects that did not take effect are retried once; if they fail
-again, the change is rolled back. A change whose outcome could not be read stays open. Once its switch can be read, a
-partly applied change is completed if its order is still valid, and undone if the order has expired. A change of which
-no part was applied is not begun again. A change on trial that was not confirmed is undone.
+again, the change is rolled back. A change whose outcome could not be read stays open until its switch can be read. If
+the change was partly applied, it is then completed if its order is still valid, and undone if the order has expired. If
+no part of it was applied, it is not started again. A trial change that was not confirmed is undone.
 
 core/operation.py runs the steps. circuit_executor.py orders the changes of one switch.
 """
@@ -122,8 +122,8 @@ class CircuitRun(Description[CircuitStep]):
         self.carry_out = self._run.carry_out
 
     async def resume(self) -> None:
-        """Complete a change that is open or on trial. Raises DriverError if the switch cannot be read or changed; the
-        change then stays open."""
+        """Complete a change that is open or awaits confirmation. Raises DriverError if the switch cannot be read or
+        changed; the change then stays open."""
         self._may_be_begun, self._attempts, self._sent, self.refusal = True, 0, "", None
         if self._undone is None:
             self._result = None
@@ -161,8 +161,8 @@ class CircuitRun(Description[CircuitStep]):
         return replace(outcome, detail=f"{self._why}; rolled back, {self._compared}", items=items, rolled_back=True)
 
     def gone(self) -> tuple[CrossConnect, ...]:
-        """Return the change's cross-connects that are certainly down after its end. The change's other cross-connects
-        are owned by the daemon if they are up."""
+        """Return the cross-connects of the change that are certainly down after it has ended. The daemon owns the other
+        cross-connects of the change if they are up."""
         diff = self.operation.diff
         return {OperationState.DONE: diff.remove, OperationState.ROLLED_BACK: diff.add}.get(self._run.state, ())
 
@@ -186,8 +186,8 @@ class CircuitRun(Description[CircuitStep]):
         return ""
 
     async def undo(self, step: CircuitStep) -> str:
-        """Roll back. Raises DriverOutcomeUnknown if the rollback must be tried again. Otherwise the next reading shows
-        whether it succeeded."""
+        """Roll the change back. Raises DriverOutcomeUnknown if the rollback must be tried again. Otherwise, the next
+        reading of the switch shows whether the rollback succeeded."""
         try:
             self._undone = ""
             self._undone = _why(await self._driver.rollback(self.operation.diff))
@@ -262,7 +262,7 @@ class CircuitRun(Description[CircuitStep]):
         return DriverOutcomeUnknown(message, device=self.operation.switch)
 
     def _go_back(self, why: str) -> frozenset[int] | None:
-        """Store the reason for a rollback. Return None, which means that the operation is rolled back."""
+        """Store the reason for a rollback. Always returns None, which causes the operation to be rolled back."""
         self._why, self._undoes = why, True
         return None
 
@@ -326,9 +326,9 @@ class CircuitRun(Description[CircuitStep]):
         self._now = await self.owners.read(self.operation.switch)
 
     async def _has_waited(self) -> bool:
-        """Wait until no more cross-connects of the change can appear, and return whether this required a wait. A device
-        that does not report tuning may list only cross-connects that are in place. Raises DriverRetryable if the wait
-        would exceed RETRY_S."""
+        """Wait until no more cross-connects of the change can appear, and return whether a wait was necessary. It may
+        be necessary because a device that does not report tuning may list a cross-connect only when it is in place.
+        Raises DriverRetryable if the wait would exceed RETRY_S."""
         assert self._facts is not None
         if (await self._driver.capabilities()).tuned_state:
             return False
@@ -362,8 +362,8 @@ def _not_undone(diff: CircuitDiff, now: CrossConnectReading) -> str:
 
 
 def compared_with_before(diff: CircuitDiff, now: CrossConnectReading) -> str:
-    """Return a text that compares a switch, on which no part of a change is visible, with its state before the
-    change."""
+    """Return a text that compares the present state of a switch with its state before a change. The change must not be
+    visible on the switch."""
     lost, new = sorted(diff.before - now.cross_connects), sorted(now.cross_connects - diff.before)
     if differences := _not_undone(diff, now):
         return f"its circuits are listed as they were, but {differences}"
@@ -374,8 +374,8 @@ def compared_with_before(diff: CircuitDiff, now: CrossConnectReading) -> str:
 
 
 def _later(before: CrossConnectResult, after: CrossConnectResult, later_s: float) -> CrossConnectResult:
-    """Return the second attempt's result, with times in seconds since the first attempt's start. Times that the second
-    attempt lacks are taken from the first attempt."""
+    """Return the second attempt's result, with times in seconds since the start of the first attempt. A time that is
+    missing in the second attempt's result is taken from the first attempt's result."""
     times = {
         name: getattr(before, name) if (at_s := getattr(after, name)) is None else at_s + later_s
         for name in ("commanded_s", "tuned_s", "link_up_s")

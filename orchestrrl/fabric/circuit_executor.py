@@ -2,9 +2,9 @@
 completed after a restart of the daemon.
 
 A change whose outcome could not be read stays open, in this module and in the journal. Before the next command to its
-switch, and after a restart of the daemon, the switch is read and the change is finished or undone. A change on trial
-stays open until it is confirmed. If it is not confirmed, its driver reverts it when the trial ends, or a restarted
-daemon undoes it.
+switch, and after a restart of the daemon, the switch is read and the change is finished or undone. A trial change stays
+open until it is confirmed. If it is not confirmed, its driver reverts it when the trial ends, or the daemon undoes it
+after a restart.
 
 circuit_change.py carries out a single change. circuit_owners.py records which circuits the daemon owns.
 """
@@ -84,9 +84,9 @@ class CircuitExecutor:
         """Plan a change and carry it out. Raises DriverError if nothing was done, or OutcomeUnknown if the outcome is
         unknown.
 
-        With `expect_revision` the switch must still have that revision, for example the one of a dry run that listed
-        evictions. With `revert_in_s` the change is undone that many seconds after it was carried out, unless `confirm`
-        is called before.
+        If `expect_revision` is given, the switch must still have that revision, for example the revision that a dry run
+        reported. If `revert_in_s` is given, the change is undone that many seconds after it was carried out, unless
+        `confirm` is called before then.
         """
         async with self._turns[switch]:
             run = await self._planned(switch, change, mode, VALID_S, expect_revision, revert_in_s)
@@ -96,8 +96,8 @@ class CircuitExecutor:
             return await self._carry_out(run)
 
     async def _as_it_is(self, switch: str, change: CircuitChange) -> CircuitOutcome:
-        """Return the outcome of a change that needs no command. The outcome is done only if all of its circuits are
-        tuned."""
+        """Return the outcome of a change that needs no command. The outcome is "done" only if all circuits of the
+        change are tuned."""
         driver = self._switches[switch]
         facts, reading = await driver.facts(), await driver.cross_connects()
         states = {circuit.cross_connect: circuit.state for circuit in reading.circuits}
@@ -109,9 +109,9 @@ class CircuitExecutor:
         return CircuitOutcome("", switch, done=False, detail=detail, revision=reading.revision)
 
     async def confirm(self, switch: str) -> CircuitOutcome:
-        """Confirm the change that is on trial on the switch, so that it is kept. Confirming it twice is harmless.
-        Raises CircuitConflict if no change is on trial or the change was undone, and DriverError if the driver cannot
-        confirm it."""
+        """Confirm the trial change of the switch, so that it is kept. A second confirmation has no effect. Raises
+        CircuitConflict if the switch has no trial change or the change was undone, and DriverError if the driver cannot
+        confirm the change."""
         async with self._turns[switch]:
             if switch not in self._trials:
                 last = self._last_trial.get(switch)
@@ -316,7 +316,7 @@ class CircuitExecutor:
 
     async def _end_trial(self, switch: str) -> None:
         """Close the trial on this switch if its time is over. If the driver is still reverting the change, the trial
-        stays open. If the change is still in effect and no longer on trial in the driver, it is undone."""
+        stays open. If the change is still in effect but the driver has no trial any more, the change is undone."""
         if switch not in self._trials:
             return
         run, _ = self._trials[switch]
@@ -346,8 +346,8 @@ class CircuitExecutor:
         return tuple(run for run in self._open.values() if run.operation.switch == switch)
 
     def _close(self, outcome: CircuitOutcome, gone: Iterable[CrossConnect] = ()) -> CircuitOutcome:
-        """Record the end of a change. `gone` lists its cross-connects that are certainly down; its other cross-connects
-        are owned by the daemon if they are up."""
+        """Record the end of a change. `gone` lists its cross-connects that are certainly down. The daemon owns its
+        other cross-connects if they are up."""
         if outcome.switch in self._switches:
             self.owners.ended(outcome.switch, gone)
         self._log.end(outcome.operation, outcome_to_json(outcome))

@@ -1,7 +1,7 @@
 """Record which circuits of each switch the daemon owns, so that drivers can be informed after a restart of the daemon.
 
-A driver stores the ownership only while its process lives. A circuit that the daemon made, or that an operator took
-over, is assigned to the driver again whenever the switch still shows it and the driver treats it as foreign.
+A driver stores ownership only in memory. If a switch still has a circuit that the daemon made or an operator took over,
+and the driver treats the circuit as foreign, the circuit is assigned to the driver again.
 """
 
 import logging

@@ -39,12 +39,13 @@ class FabricClient(ControlClient):
     async def announce(
         self, period: str, intent: WhatItDoes = None, *, within_s: float = 0.0, boundary: bool = False, job: str = ""
     ) -> PeriodReport:
-        """Announce a period, wait until it is over, and return its last report: committed, kept, superseded or failed,
-        with the reason.
+        """Announce a period, wait until it is over, and return its last report. The state of the report is committed,
+        kept, superseded or failed; the report also contains the reason.
 
         `intent`: the period's traffic, see intents.py; None repeats the intent of the last announcement. `job`: the
         job's name, if the intent has none. `within_s`: the time limit in seconds for the wait for a window; 0 uses the
-        daemon's setting. `boundary`: no rank communicates until this call returns, so that no window is needed.
+        daemon's setting. `boundary`: the caller guarantees that no rank communicates until this call returns, so no
+        window is needed.
         """
         async with aclosing(self.follow(period, intent, within_s=within_s, boundary=boundary, job=job)) as reports:
             async for report in reports:
@@ -63,7 +64,7 @@ class FabricClient(ControlClient):
         self, period: str, intent: WhatItDoes = None, *, within_s: float = 0.0, boundary: bool = False, job: str = ""
     ) -> AsyncGenerator[PeriodReport, None]:
         """Announce a period and yield a report at each change of its state. Closing the generator does not end the
-        period, except if it is a boundary: changes of circuits that have not begun are then dropped."""
+        period, unless the period is a boundary. In that case, changes of circuits that have not begun are dropped."""
         order = fabric_pb2.AnnouncePeriodRequest(
             period=period, intent_json=_written(intent), within_s=within_s, boundary=boundary, job=job
         )

@@ -1,7 +1,8 @@
 """Check the section `fabric` of the configuration against its site, its switches and its fleet.
 
-A site's file does not name a ToR's fibres. `interfaces` of `fabric.routers` lists the ToR's interface names in the
-order of its fibres: sorted by the id of the switch at the far end, then in the order in which that switch lists them.
+A site's file does not name the fibres of a ToR. Therefore, the field `interfaces` in `fabric.routers` lists the ToR's
+interface names in the order of its fibres: sorted by the id of the switch at the far end, then in the order in which
+that switch lists them.
 """
 
 from collections import Counter
@@ -125,8 +126,8 @@ def _driver_faults(path: str, entry: dict[Any, Any]) -> list[str]:
 
 
 def _texts(path: str, entry: dict[Any, Any], *fields: str) -> list[tuple[str, str]]:
-    """Return the non-empty strings in these fields of an entry, or in lists in these fields, each with its path. Values
-    of other types are skipped, because the schema reports them."""
+    """Return the non-empty strings in the given fields of an entry, each with its path. A field may contain a string or
+    a list of strings. Values of other types are skipped, because the schema reports them."""
     found: list[tuple[str, Any]] = []
     for field in fields:
         value: Any = entry

@@ -1,11 +1,11 @@
-"""Change circuits for successive communication periods, with each change inside a safe window.
+"""Change circuits for successive communication periods. Each change happens inside a safe window.
 
-A period is announced, then materialised (its circuits, ports and stages are chosen), prepared (journalled, ready to
-send), and committed when a window opens that covers the change; then it is verified and routed. If no window opens by
-the deadline, or a fault appears before the first command, the existing circuits stay up. Periods of several jobs wait
-at the same time; after one period has changed circuits, the other periods are planned again. This implements section
-5.3 and algorithm 2 of the paper. planner/fabric/materialize.py, transition.py and windows.py decide; stage_commit.py,
-circuit_executor.py and rerouting.py send the changes.
+A period is first announced, then materialised (its circuits, ports and stages are chosen) and prepared (journalled, so
+that it is ready to send). It is committed when a window opens that is long enough for the change, and finally verified
+and routed. If no window opens by the deadline, or a fault appears before the first command, the existing circuits stay
+up. Periods of several jobs wait at the same time; after one period has changed circuits, the other periods are planned
+again. This implements section 5.3 and algorithm 2 of the paper. planner/fabric/materialize.py, transition.py and
+windows.py decide; stage_commit.py, circuit_executor.py and rerouting.py send the changes.
 """
 
 import asyncio
@@ -111,10 +111,10 @@ class CircuitCoordinator:
     def announce(
         self, period: str, intent_json: str = "", within_s: float = 0.0, *, boundary: bool = False, job: str = ""
     ) -> AnnouncedPeriod:
-        """Queue a period that is about to begin. It supersedes the waiting period of its job. `within_s`: the time
-        limit in seconds; 0 uses the setting. `boundary`: the caller pauses until the period is over, so no window is
-        needed; circuits of training still change in windows. `job`: the job's name, if the intent has none. Raises
-        ProblemFaults for invalid arguments, and Permanent if no intent is given and none was announced before."""
+        """Queue a period that is about to begin. It supersedes the job's waiting period. `within_s`: the time limit in
+        seconds; 0 uses the setting. `boundary`: the caller pauses until the period is over, so no window is needed,
+        except for circuits of training. `job`: the job's name, if the intent has none. Raises ProblemFaults for invalid
+        arguments, and Permanent if no intent is given and none was announced before."""
         faults = []
         if not 0 <= within_s <= MOST_S:
             faults.append(f"within_s: must be >= 0 and <= {MOST_S:.0f} (0: as configured), got {within_s}")
@@ -127,7 +127,7 @@ class CircuitCoordinator:
         return self.expect(intent, within_s, boundary=boundary)
 
     def expect(self, intent: Intent, within_s: float = 0.0, *, boundary: bool = False) -> AnnouncedPeriod:
-        """Queue a period with the given intent. The arguments are as for `announce`."""
+        """Queue a period with the given intent. See `announce` for the other arguments."""
         now_s = self._clock.now_s()
         self._book.record(intent, now_s)
         id = f"c{self._generation}-{next(self._numbers)}"
@@ -145,7 +145,8 @@ class CircuitCoordinator:
         return made
 
     def withdraw(self, period: AnnouncedPeriod, why: str) -> None:
-        """Withdraw a period: stages that have not begun are dropped. Has no effect if the period is over."""
+        """Withdraw a period. Its stages that have not begun are dropped. The call has no effect if the period is over.
+        """
         hold = Hold("withdrawn", why)
         if self._queue.remove(period):
             self._keep(period, hold)
@@ -167,8 +168,9 @@ class CircuitCoordinator:
         return control
 
     def mask(self, masked: Sequence[str], reason: str) -> None:
-        """Exclude these components from use, instead of those excluded before. Circuits are moved off them in the next
-        window. Raises ProblemFaults if a component is not part of the site."""
+        """Exclude these components from use. They replace the components that were excluded before. Circuits on
+        excluded components are moved in the next window. Raises ProblemFaults if a component is not part of the site.
+        """
         self.overrides.mask(masked, reason)
         self._reallocate()
 
@@ -181,8 +183,8 @@ class CircuitCoordinator:
         ]
 
     def reports(self, limit: int) -> list[PeriodReport]:
-        """Return at most `limit` reports: those of active and waiting periods, then those of finished periods, in each
-        case newest first."""
+        """Return at most `limit` reports. The reports of active and waiting periods precede those of finished periods.
+        Each of the two groups is sorted newest first."""
         coming = (*self.active, *self._queue)
         return [*(each.report for each in reversed(coming)), *reversed(self._book.over)][:limit]
 
@@ -193,7 +195,9 @@ class CircuitCoordinator:
 
     @property
     def up(self) -> dict[tuple[str, Stage], str]:
-        """The name of the last period whose circuits came up, for each job and stage. The latest period is last."""
+        """The name of the last period whose circuits came up, for each job and stage, sorted by the time at which the
+        circuits came up.
+        """
         return dict(self._up)
 
     def traced_on(self, hosts: Collection[str]) -> frozenset[str]:
@@ -214,7 +218,8 @@ class CircuitCoordinator:
         return self.site_reading
 
     def poll_soon(self) -> None:
-        """Poll the switches early, because one of them has sent an event."""
+        """Poll the switches soon, without waiting for the next periodic poll. Called when a switch has sent an event.
+        """
         self._has_switch_news = True
         self._queue.news.set()
 
@@ -444,8 +449,8 @@ class CircuitCoordinator:
     async def _on_stage_failed(
         self, period: AnnouncedPeriod, failed: StageFailed, before: frozenset[PortPair], plan: FabricPlan
     ) -> None:
-        """Record the commands of a failed stage that were sent. Add notes about pairs of endpoints that lost their
-        light and about ports to avoid."""
+        """Record the commands of a failed stage that were sent. Also record the pairs of endpoints that have lost light
+        and the ports to avoid."""
         until_s = self._clock.now_s() + SUSPECT_S
         self._suspects |= dict.fromkeys(failed.suspects, until_s)
         if failed.report is None:
@@ -479,7 +484,7 @@ class CircuitCoordinator:
         return self._restraint(intent)
 
     def _bound(self, intent: Intent) -> Intent | Hold:
-        """Return the intent to use: that of an operator's override, if it concerns the same lane, or the given intent.
+        """Return the intent of the operator's override if one exists for the same lane, and the given intent otherwise.
         Return a Hold if the override's period has no intent."""
         control = self.overrides.control
         if control.state is not OverrideState.OVERRIDDEN:
@@ -513,8 +518,8 @@ class CircuitCoordinator:
         return FabricState(site_reading.of_site, failures, self.overrides.pinned | site_reading.foreign)
 
     def _not_ours(self, site_reading: SiteReading) -> list[str]:
-        """Return a note for each switch that has foreign circuits: the circuits, and the command that takes them
-        over."""
+        """Return a note for each switch that has foreign circuits. The note lists the circuits and the command that
+        takes them over."""
         notes = []
         for switch in sorted({pair.switch for pair in site_reading.foreign}):
             pairs = [pair for pair in sorted(site_reading.foreign) if pair.switch == switch]
@@ -536,7 +541,7 @@ class CircuitCoordinator:
             each.woken.set()
 
     def _reallocate(self) -> None:
-        """Announce the periods whose circuits are up again, so that they are planned under the current constraints.
+        """Announce again the periods whose circuits are up, so that they are planned under the current constraints.
         Periods whose lane has a newer period are skipped."""
         coming = {each.lane for each in (*self._queue, *self.active)}
         for (job, stage), period in list(self._up.items()):

@@ -1,9 +1,9 @@
-"""Adapt the circuits of generation to each deployment: the traffic of the new engines is announced as the next period.
+"""Adapt the circuits of generation to each deployment, by announcing the traffic of the new engines as the next period.
 
 When a redeployment ends (a boundary), the departing engines are empty and the new engines have no requests yet, so no
 window is needed. Engines that stay keep their bandwidth at every stage of the transition. This implements section 5.2
-of the paper. A daemon that finds engines running at its start has missed their boundary: it changes the circuits once
-no request is running.
+of the paper. A daemon that finds engines running at its start has missed their boundary, so it changes the circuits as
+soon as no request is running.
 """
 
 import logging
@@ -66,8 +66,8 @@ class StartingFleet(Protocol):
 
 class GenerationCircuits:
     """Announces circuits for the deployed engines. `settings` define the traffic that each engine of the `model` is
-    assumed to have until the next redeployment. `within_s` is the time in seconds by which serving is delayed at
-    most."""
+    assumed to have until the next redeployment. `within_s` is the maximum time in seconds by which serving is delayed.
+    """
 
     def __init__(
         self, fabric: CircuitCoordinator, model: Model, settings: FabricSettings, clock: Clock, within_s: float
@@ -105,9 +105,9 @@ class GenerationCircuits:
 
     async def after_sync(self, fleet: StartingFleet, until_s: float = inf) -> str:
         """Restore the engines' circuits after a weight sync that changed circuits, before requests resume. Returns a
-        summary; "" if no sync changed circuits or a redeployment is under way. `until_s` is the time at which requests
-        resume in any case. A trainer that does not use the pause barrier must announce `generation` itself, because the
-        daemon cannot see when its broadcast ends."""
+        summary, or "" if no sync changed circuits or a redeployment is under way. Requests resume at the time `until_s`
+        even if the circuits are not restored by then. A trainer that does not use the pause barrier must announce
+        `generation` itself, because the daemon cannot see when its broadcast ends."""
         if not self._fabric.sync_is_up or fleet.redeploying() or not (engines := fleet.serving()):
             return ""
         within_s = min(self._within_s, SYNC_OVER_WITHIN_S, until_s - self._clock.now_s())
@@ -121,9 +121,9 @@ class GenerationCircuits:
         return latest is not None and latest.over and latest.code == NO_BOUNDARY
 
     async def begin(self, fleet: StartingFleet) -> str:
-        """Set up circuits for the engines that are already running, once no request is running, and return a summary.
-        Until then the existing circuits stay, and the list of periods shows a period that waits. Ends early if a
-        redeployment begins."""
+        """Wait until no request is running, then set up circuits for the engines that are already running and return a
+        summary. During the wait, the existing circuits stay, and the list of periods contains a waiting period. Returns
+        early if a redeployment begins."""
         limit_s = self._clock.now_s() + REPORTED_WITHIN_S
         while not fleet.redeploying() and fleet.idle() is None and self._clock.now_s() < limit_s:
             await self._clock.sleep(LOOK_S)

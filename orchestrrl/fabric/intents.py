@@ -5,7 +5,8 @@
                   "times": 1}]}
 
 `gpus` maps each rank to a GPU of the site; a rank without an entry uses the GPU of its own number. `job` is the job
-name that the ranks' recorders use. By default, it is the job of the recorder that announces the intent, or none.
+name that the ranks' recorders use. If `job` is missing, the job of the recorder that announces the intent is used, if
+there is one.
 """
 
 from typing import Annotated

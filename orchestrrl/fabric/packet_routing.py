@@ -99,7 +99,7 @@ class FabricRouting:
 
     async def drain(self, going: Iterable[PortPair]) -> None:
         """Move packets off the links that use these cross-connects. Raises OrchestrRLError if a router may still use
-        such a link; `reroute` or `maintain` then restores the routes that were moved."""
+        such a link. In this case, the next `reroute` or `maintain` restores the routes that were moved."""
         going = frozenset(going)
         await self._begin()
         async with self._turn:
@@ -110,9 +110,9 @@ class FabricRouting:
             self._lit = tuple(lit for lit in self._lit if not lit.goes_over(going))
 
     async def reroute(self, usable: Iterable[PortPair]) -> str:
-        """Route over all links that these cross-connects form, and return the remaining faults. A cross-connect that is
-        missing from `usable` without having been drained still counts as up if its switch does not answer; its link is
-        then used if it has light."""
+        """Route over all links that these cross-connects form, and return the remaining faults. If a switch does not
+        answer, its cross-connects that were not drained are considered up even if they are missing from `usable`. Their
+        links are used if they have light."""
         async with self._turn:
             wanted = frozenset(usable)
             gone = self._over - wanted
@@ -196,8 +196,8 @@ class FabricRouting:
         return found
 
     def _write_down(self) -> None:
-        """Journal the cross-connects that packets use, for a daemon that starts while a switch does not answer. The
-        record may be outdated, because routers check their neighbours before they use a link."""
+        """Journal the cross-connects that packets use. A restarted daemon uses this record for switches that do not
+        answer. An outdated record does no harm, because routers check their neighbours before they use a link."""
         if self._recorded != self._over and not self._is_changing:
             self._recorded, self._recorded_s = self._over, self._clock.now_s()
             body = {"cross_connects": [(each.switch, *each.ports) for each in sorted(self._recorded)]}

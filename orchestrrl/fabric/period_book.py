@@ -1,8 +1,8 @@
 """Store communication periods: their intents by job and name, and their outcomes. Both are journalled, so that they
 survive a restart.
 
-Trainers announce many times a minute. A period that changes nothing and ends like the previous period of the same name
-is only counted. The count is journalled with the next report that differs.
+Trainers announce many periods per minute. If a period changes nothing and ends like the previous period of the same
+name, it is only counted. The count is journalled with the next report that differs.
 """
 
 import logging
@@ -57,9 +57,9 @@ class PeriodBook:
         self._remember(intent, written)
 
     def intent(self, period: str, job: str = "") -> Intent:
-        """Return the last intent that the job announced for this period. If there is none, return the period's intent
-        without a job or, if `job` is empty, the intent of the only job that announced the period. Raises Permanent if
-        no intent or several intents match."""
+        """Return the last intent that the job announced for this period. If there is none, return the intent that was
+        announced for the period without a job. If that is also missing and `job` is empty, return the intent of the
+        only job that announced the period. Raises Permanent if no intent or several intents match."""
         found = self._found(period, job)
         if len(found) > 1:
             listing = ", ".join(sorted(repr(each.job) for each in found))
@@ -82,7 +82,7 @@ class PeriodBook:
         return [] if job else [each for each in self._intents.values() if each.period == period]
 
     def training(self) -> Iterable[Intent]:
-        """Return the last intent for training of each job that has one."""
+        """Return the last training intent of each job that has announced one."""
         return {each.job: each for each in self._intents.values() if each.stage is Stage.TRAIN}.values()
 
     def ended(self, report: PeriodReport, now_s: float) -> None:

@@ -2,8 +2,8 @@
 
 Each job has at most one waiting period for training and weight syncs, and one for generation: a newer period supersedes
 the waiting one. Periods of several jobs wait for their windows at the same time, but only one period changes circuits
-at a time. A period whose caller pauses for it (a boundary) runs first and alone; periods that wait for a window are
-deferred until it is over.
+at a time. A period during which the caller pauses (a boundary) runs first and alone. Periods that wait for a window are
+deferred until the boundary is over.
 """
 
 import asyncio
@@ -24,8 +24,9 @@ def lane_of(intent: Intent) -> Lane:
 
 @dataclass(eq=False)
 class AnnouncedPeriod:
-    """A period that was announced. `stop` is the reason why it must not continue, if any. `woken` is set when its task
-    should check its conditions again. `begun` is set when the first change of circuits for the period begins."""
+    """A period that was announced. `stop` is the reason why the period must not continue, if there is one. `woken` is
+    set when the period's task must check its conditions again. `begun` is set when the first change of circuits for the
+    period begins."""
 
     intent: Intent
     deadline_s: float
@@ -49,7 +50,9 @@ class AnnouncedPeriod:
         self.woken.set()
 
     async def follow(self) -> AsyncIterator[PeriodReport]:
-        """Yield the present report, then a report after each change. End after the report that the period is over."""
+        """Yield the current report of the period, then a new report after each change. The iteration ends after the
+        report that the period is over.
+        """
         seen: PeriodReport | None = None
         while seen is None or not seen.over:
             if self.report == seen:
@@ -125,8 +128,8 @@ class CircuitTurn:
         self._at_rest.set()
 
     def begin(self, by: AnnouncedPeriod) -> None:
-        """Start the turn of the period `by`. The caller must have received True from `as_at` in the same iteration of
-        the event loop."""
+        """Start the turn of the period `by`. The caller must have received True from `as_at` and must not have awaited
+        since then."""
         assert self.by is None, (self.by, by)
         self.by = by
         self.changes += 1

@@ -1,4 +1,4 @@
-"""Values that describe communication periods: their states, and their outcomes by stage, with the reasons."""
+"""Data types that describe communication periods: their states, the outcome of each stage, and the reasons."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum

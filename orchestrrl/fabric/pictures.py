@@ -1,5 +1,5 @@
-"""Draw a site: switches are horizontal lines, endpoints are vertical lines, and a disc at their crossing shows the
-number of fibres between them.
+"""Draw a site. Switches are horizontal lines and endpoints are vertical lines. A disc where two lines cross shows the
+number of fibres between the switch and the endpoint.
 
 PoDs are placed next to each other below the core. The same site always yields an identical file.
 """
@@ -43,8 +43,8 @@ def site_figure(site: Site) -> "Figure":
 
 
 def _draw_layer(axis: "Axes", layer: SiteLayer, rows: int) -> None:
-    """Draw one layer. `rows` is the height of the layer in rows: one for each switch, and one for the upper ends of
-    uplinks."""
+    """Draw one layer. `rows` is the height of the layer in rows. There is one row for each switch, and one for the
+    upper ends of uplinks."""
     colour, last = COLOURS[layer.role], len(layer.columns) - 0.5
     text: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
     box = {"facecolor": "white", "edgecolor": colour}

@@ -5,9 +5,9 @@ circuits.
     ...                              # the switches are changed
     await rerouting.reroute(usable)     # all circuits that are up, or about to be
 
-Routes are read from the routers each time and never cached: after a restart or an unknown outcome, the next call starts
-from their actual state. Routers are changed stage by stage, in the order of `planner/fabric/route_plan.py`, and read
-back after each stage. If a router fails, the routers whose new routes depend on it keep their old routes.
+Routes are read from the routers each time and never cached, so that after a restart or an unknown outcome, the next
+call starts from their actual state. Routers are changed stage by stage, in the order of `planner/fabric/route_plan.py`,
+and read back after each stage. If a router fails, the routers whose new routes depend on it keep their old routes.
 """
 
 import asyncio
@@ -58,8 +58,8 @@ class RoutedCircuits:
 
     @property
     def faults_text(self) -> str:
-        """The faults on one line; "" if every link is used and every router has its routes. Unreachable pairs are not
-        included."""
+        """The faults of the routing on one line; "" if every link is used and every router has its routes. Pairs of
+        routers that cannot reach each other are not included."""
         reported = (("not used", self.left_out), ("routers with wrong routes", self.failed))
         return "; ".join(f"{what}: {_listed(some)}" for what, some in reported if some)
 
@@ -165,8 +165,8 @@ class Rerouting:
     async def answering_routers(
         self, requested: Mapping[tuple[EndpointId, str], Collection[EndpointId]]
     ) -> dict[tuple[EndpointId, str], frozenset[EndpointId]]:
-        """Return, for each (router, interface), which of the requested routers answer there. Interfaces without an
-        answer are absent."""
+        """Return, for each (router, interface), the requested routers that answer on this interface. Interfaces on
+        which no router answers are absent."""
         hops: dict[EndpointId, dict[NextHop, tuple[str, EndpointId]]] = {}
         for (name, interface), others in requested.items():
             for other in others:
@@ -182,8 +182,8 @@ class Rerouting:
         return {end: frozenset(some) for end, some in answering.items()}
 
     async def _dark_ones(self, links: Collection[RoutedLink]) -> dict[RoutedLink, str]:
-        """Return the circuits that cannot carry packets, each with the reason. Wait until new circuits have light, up
-        to the time limit."""
+        """Wait until new circuits have light, up to the time limit. Return the circuits that cannot carry packets, each
+        with the reason."""
         old = set(links).intersection(self.routed.links if self.routed else ())
         new = set(links) - old
         dark = await self.dark(old)  # circuits that carry packets stay in use if their routers do not report
@@ -192,8 +192,8 @@ class Rerouting:
         return dark | await self._silent_ones([link for link in sorted(new) if link not in dark])
 
     async def _up(self, links: Collection[RoutedLink], limit_s: float) -> dict[RoutedLink, str | OrchestrRLError]:
-        """Return the links that are not known to be up after at most `limit_s` seconds, each with the reason or, if a
-        router did not report, its error."""
+        """Wait at most `limit_s` seconds for the links to come up. Return the links that are not known to be up, each
+        with the reason or, if a router did not report, with the router's error."""
         waiting = {name: self._routers[name].wait_up(some, limit_s) for name, some in _interfaces(links).items()}
         up = await self._each(waiting)
         found: dict[RoutedLink, str | OrchestrRLError] = {}
@@ -247,8 +247,8 @@ class Rerouting:
     async def _carry_out(
         self, stages: Iterable[pure.RouteStage], moved: _Moved, stuck: set[tuple[EndpointId, str]]
     ) -> bool:
-        """Apply the stages. Return True after all stages. Return False as soon as a router fails, so that the remaining
-        changes are planned again without that router."""
+        """Apply the stages and return True. Return False as soon as a router fails; the remaining changes must then be
+        planned again without that router."""
         for stage in stages:
             results = await self._each({name: self._routers[name].apply(some) for name, some in stage.items()})
             known = len(stuck)

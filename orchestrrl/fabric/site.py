@@ -125,7 +125,7 @@ def _text(numbers: tuple[int, ...]) -> str:
 
 
 def _misplaced(parts: SiteParts, switch: SwitchPart, endpoint: str) -> str | None:
-    """Return the reason why no fibre can connect the endpoint and the switch, or None if a fibre can."""
+    """Return the reason why no fibre can connect the endpoint and the switch, or None if a fibre can connect them."""
     kinds = [kind for kind in _ENDPOINTS if endpoint in parts.ids[kind]]
     if not kinds:
         return None if any(kind in parts.broken for kind in _ENDPOINTS) else "must be one of tors or uplinks"
@@ -314,8 +314,8 @@ def site_document(site: Site) -> dict[str, Any]:
 
 
 def _part(value: Pod | Tor | Uplink | Server | Switch | Reservation, **plain: object) -> dict[str, Any]:
-    """Return the fields of a part as a mapping, without those that are None. `plain` replaces the values of fields that
-    have another form in the document."""
+    """Return the fields of a part that are not None as a mapping. `plain` replaces the values of fields that have
+    another form in the document."""
     own = {field.name: getattr(value, field.name) for field in fields(value)} | plain
     return {name: each for name, each in own.items() if each is not None}
 

@@ -37,8 +37,8 @@ PUT_OFF = Hold("put_off", "a caller is paused for another period, which goes fir
 
 @dataclass(frozen=True, slots=True)
 class StageFailed:
-    """The outcome of a stage that was not carried out. The switches must then be read and the period planned again.
-    `report` describes the commands that were sent; None if no command was sent."""
+    """The outcome of a stage that was not carried out completely. The caller must read the switches and plan the period
+    again. `report` describes the commands that were sent; it is None if no command was sent."""
 
     code: str
     detail: str
@@ -54,9 +54,9 @@ class StageFailed:
 @dataclass(frozen=True, slots=True)
 class StageOrder:
     """An order to commit one stage. `intent`: the intent for which the period was planned. `usable`: the site's
-    circuits that are up before the stage. `others`: jobs that send over the same PoDs and must also pause. `objection`
-    is called immediately before the commit; it returns a reason not to commit, or None. `begins` is called when the
-    commit begins. `waiting` is called with the reason for waiting whenever that reason changes."""
+    circuits that are up before the stage. `others`: other jobs that send over the same PoDs and must also pause.
+    `objection` is called immediately before the commit; it returns a reason not to commit, or None. `begins` is called
+    when the commit begins. `waiting` is called with the reason for waiting whenever that reason changes."""
 
     stage: TransitionStage
     intent: Intent
@@ -249,8 +249,9 @@ class StageCommitter:
     async def _drain(
         self, order: StageOrder, need: CommitNeed, window: Window | None, watch: TrafficWatch | None
     ) -> Window | StageFailed | None:
-        """Move packets off the circuits to remove, and return the window as predicted afterwards. Returns StageFailed
-        if routers still use the circuits, or if draining took so long that the window is too short."""
+        """Move packets off the circuits that the stage removes, and return the window as predicted after draining.
+        Returns StageFailed if routers still use the circuits, or if draining took so long that the window is too short.
+        """
         assert self.routing is not None
         began_s = self.clock.now_s()
         try:

@@ -1,4 +1,5 @@
-"""Read the switches of a site: convert device readings into the site's cross-connects, and changes into the device's.
+"""Read the switches of a site. Device readings are converted to cross-connects of the site, and changes of the site to
+cross-connects of the device.
 
 A port of the site is a duplex pair of fibres. On a device that connects any two ports, it is one device port. On a
 device with an ingress and an egress side, port n is the n-th port of each side, and a cross-connect of the site
@@ -38,7 +39,9 @@ def device_pairs(facts: SwitchFacts, wanted: PortPair) -> tuple[CrossConnect, ..
 
 
 def _offset(facts: SwitchFacts) -> int:
-    """Return the difference between the number of a port's egress side and the number of its ingress side."""
+    """Return the difference between the device's number for the egress side of a port and its number for the ingress
+    side.
+    """
     return facts.egress_ports.start - facts.ingress_ports.start
 
 
@@ -65,10 +68,10 @@ def site_pairs(
 @dataclass(frozen=True, slots=True)
 class SiteReading:
     """The state of all switches at one instant. `of_site`: the `cross_connects` that join two endpoints of the site.
-    Other cross-connects are not changed, and their ports count as failed. `odd`: cross-connects that are up in one
-    direction only; their ports also count as failed. `unread`: the reasons why switches did not answer; the circuits of
-    these switches are unknown. `foreign`: the cross-connects in `of_site` that the daemon does not own. Foreign
-    circuits carry packets like other circuits, but are not changed."""
+    Other cross-connects are not changed, and their ports are treated as failed. `odd`: cross-connects that are up in
+    one direction only; their ports are also treated as failed. `unread`: the reasons why switches did not answer; the
+    circuits of these switches are unknown. `foreign`: the cross-connects in `of_site` that the daemon does not own.
+    Foreign circuits carry packets like other circuits, but are not changed."""
 
     cross_connects: frozenset[PortPair] = frozenset()
     failures: FabricFailures = field(default_factory=FabricFailures)
@@ -94,13 +97,13 @@ class SwitchReader:
 
     def device_pairs(self, wanted: PortPair) -> tuple[CrossConnect, ...]:
         """Return the device's cross-connects that form this cross-connect of the site. The switch must have been read
-        before."""
+        before this call."""
         return device_pairs(self._facts[wanted.switch], wanted)
 
     async def scan(self) -> SiteReading:
-        """Read all switches. A switch that does not answer within `ANSWER_WITHIN_S` counts as failed: no circuits are
-        planned on it, and its existing circuits stay. Later scans do not wait for that switch until it has answered or
-        its driver has raised an error."""
+        """Read all switches. A switch that does not answer within `ANSWER_WITHIN_S` is treated as failed. No circuits
+        are planned on it, and its existing circuits stay. Later scans do not wait for that switch until it has answered
+        or its driver has raised an error."""
         self._silent = {switch: reads for switch, reads in self._silent.items() if not reads.done()}
         reads = {
             switch.id: asyncio.ensure_future(self._read_switch(switch.id))

@@ -1,4 +1,4 @@
-"""Traces of collectives: read them from recorder rings or files, write them to files, and analyse them.
+"""Read traces of collectives from recorder rings or files, write them to files, and analyse them.
 
 A file has one JSON object per line, in any order.
 

@@ -1,8 +1,8 @@
 """Verify the fabric: compare circuits with the journal, and use light to verify that fibres are plugged in as the
 site's file describes.
 
-Without `walk`, `verify` changes nothing. With `walk`, free ports are connected by one test circuit after the other, to
-find where light arrives; existing circuits are not touched, and no packets use the test circuits.
+Without `walk`, `verify` changes nothing. With `walk`, free ports are connected by one test circuit after another, to
+find where light arrives. Existing circuits are not touched, and no packets use the test circuits.
 planner/fabric/cables.py interprets the observations.
 """
 
@@ -243,8 +243,8 @@ def reading_faults(book: frozenset[PortPair], site_reading: SiteReading) -> list
 
 
 def _pairs_of_lanes(site: Site, lanes: Iterable[Lane]) -> list[tuple[Lane, Lane]]:
-    """Pair lanes of different PoDs on the same core switch. A lane for which no unpaired partner is left is combined
-    with a lane of another pair."""
+    """Pair lanes of different PoDs on the same core switch. A lane without a partner is paired with a lane that is
+    already part of another pair."""
     by_core: dict[OcsId, list[Lane]] = {}
     for lane in lanes:
         by_core.setdefault(lane.core, []).append(lane)

@@ -1,5 +1,5 @@
-"""The layers of a site, as a picture shows them: endpoints, switches, and the fibres between them. Identical elements
-are merged.
+"""Divide a site into the layers of its picture, which contain endpoints, switches, and the fibres between them.
+Identical elements are merged.
 
 A layer is a PoD with its ToRs, uplinks and switches, or the core with all uplinks. `pictures.py` draws layers as
 figures, `cli/fabric/site.py` as text.
@@ -58,7 +58,9 @@ class SiteLayer:
 
     @property
     def lanes(self) -> int:
-        """The number of fibres of the uplinks of one PoD; for the core, of the uplinks of all PoDs."""
+        """The number of fibres of the uplinks of one PoD. For the core, the number of fibres of the uplinks of all
+        PoDs.
+        """
         return sum(
             column.count * row.count * fibres
             for column in self.columns

@@ -1,8 +1,8 @@
 """Track communication windows of whole jobs, from the reports of the agents on all their hosts.
 
-Each host reports on its ranks, with times of its own clock; the clock's offset is measured over the same stream. A
-job's window is the intersection of its hosts' windows. A host that is disconnected while its ranks may be alive has no
-window, so the job has none either.
+Each host reports on its ranks, with times of its own clock. The offset of this clock is measured over the same stream.
+A job's window is the intersection of its hosts' windows. If a host is disconnected while its ranks may be running,
+neither the host nor the job has a window.
 """
 
 import asyncio
@@ -103,11 +103,11 @@ class AgentStream:
     @property
     def _is_the_hosts(self) -> bool:
         """True if this stream is the host's current stream. False after another agent of the host has attached or this
-        agent has disconnected; its late reports are then ignored."""
+        agent has disconnected. Late reports of the stream are ignored then."""
         return self._host.stream is self
 
     def traces(self, jobs: Jobs) -> None:
-        """Set the jobs and ranks whose recorders the agent reads now. They replace those set before."""
+        """Set the jobs and ranks whose recorders the agent reads now. They replace the previous jobs and ranks."""
         if not self._is_the_hosts:
             return
         before, self._host.jobs = self._host.jobs, jobs
@@ -175,8 +175,8 @@ class TrafficWatch:
 
 
 class WindowTracker:
-    """Tracks every host whose agent reads recorders. `quantile` is the quantile of a window's predicted length that is
-    used as its length."""
+    """Tracks every host whose agent reads recorders. The length of a window is the given `quantile` of its predicted
+    length."""
 
     def __init__(self, clock: Clock, quantile: float = QUANTILE, most_hosts: int = 8192) -> None:
         self.quantile = quantile
@@ -189,8 +189,7 @@ class WindowTracker:
     def watch(
         self, jobs: Mapping[str, frozenset[int]], need_s: float, changed: asyncio.Event | None = None
     ) -> TrafficWatch:
-        """Start a watch of jobs. `jobs` maps each job to its ranks that must be traced. `changed` is set by each
-        report."""
+        """Start a watch of jobs. `jobs` maps each job to the ranks that must be traced. Each report sets `changed`."""
         arms: dict[WatchWindows, frozenset[int]] = {}
         for job, ranks in jobs.items():
             traced = sum(len(host.jobs[job]) for host in self.current_hosts() if job in host.jobs)
@@ -290,7 +289,7 @@ class WindowTracker:
         return stream
 
     def news(self, job: str | None) -> None:
-        """Set `changed` of the watches of this job, or of all watches if `job` is None."""
+        """Set the event `changed` of all watches of this job, or of all watches if `job` is None."""
         for arm, watch in self._watches.items():
             if job is None or arm.job == job:
                 watch.changed.set()

@@ -16,9 +16,9 @@ from planner.fabric.route_plan import NextHop, RouteChange, RouteTable
 
 @dataclass(frozen=True, slots=True)
 class RouterCapabilities:
-    """The features and limits of a router. If `max_weight` is 1, all next hops of a route get equal shares.
-    `link_events`: the router reports changes of interfaces; otherwise it is polled. `installs_later`: the router
-    accepts a change before it forwards packets accordingly, so reads may have to be repeated."""
+    """The features and limits of a router. If `max_weight` is 1, all next hops of a route get equal shares. If
+    `link_events` is True, the router reports changes of interfaces; otherwise, it is polled. If `installs_later` is
+    True, the router accepts a change before it forwards packets accordingly, so reads may have to be repeated."""
 
     max_next_hops: int
     max_weight: int
@@ -28,8 +28,8 @@ class RouterCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class AppliedRoutes:
-    """The result of changes of routes, as read from the router afterwards. `why` is the reason why the `missing`
-    changes were not applied."""
+    """The result of changing routes, as read from the router afterwards. `why` explains why the `missing` changes were
+    not applied."""
 
     done: tuple[RouteChange, ...]  # including those that were in place before
     missing: tuple[RouteChange, ...]
@@ -65,8 +65,8 @@ class RouterWire(Protocol):
         ...
 
     async def send(self, changes: Sequence[RouteChange], now: RouteTable) -> None:
-        """Send the changes. `now` contains the present routes, by prefix. If the router refuses a change, the remaining
-        changes must still be sent."""
+        """Send the changes to the router. `now` maps each prefix to its current route. If the router refuses a change,
+        the remaining changes must still be sent."""
         ...
 
     async def read_links(self) -> Mapping[str, bool]: ...
@@ -81,7 +81,7 @@ class RouterWire(Protocol):
         ...
 
     async def found(self, hops: Collection[NextHop]) -> frozenset[NextHop]:
-        """Return those of the next hops whose gateway has answered."""
+        """Return the next hops among `hops` whose gateway has answered."""
         ...
 
     async def close(self) -> None: ...

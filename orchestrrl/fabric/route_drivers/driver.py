@@ -1,5 +1,5 @@
-"""Build route drivers on top of a product's `base.RouterWire`, with one writer at a time, time limits and verification
-by reading; and construct drivers by name.
+"""Build route drivers on top of a product's `base.RouterWire`, and construct drivers by name. The drivers serialise
+writers, limit the time of calls, and verify changes by reading the routes.
 
 An entry point of the group `orchestrrl.route_drivers`, built-in or third-party, names a factory `(router, *, clock,
 **options) -> RouterDriver`, usually the driver's class. The factory's other keyword-only parameters are the options
@@ -170,8 +170,8 @@ class RouterDriver(FromOptions):
         return await self._command("read routes", self._wire.read_routes())
 
     async def _missing(self, changes: Sequence[RouteChange], why: str) -> tuple[RouteChange, ...]:
-        """Return the changes that are not in effect on the router after the time that it may need to install them.
-        Raises OutcomeUnknown if the router cannot be read."""
+        """Wait as long as the router may need to install the changes, and return the changes that are not in effect
+        afterwards. Raises OutcomeUnknown if the router cannot be read."""
         until_s = self._clock.now_s() + (INSTALL_S if self._wire.capabilities.installs_later else 0.0)
         while True:
             try:

@@ -1,8 +1,9 @@
 """The driver `iproute`: a Linux router's own routing table, read by iproute2's `ip -json` and changed by `ip -batch`.
 
-The driver owns the routes of one table that bear its protocol number and metric. A foreign route to the same prefix
-with another metric coexists, and the smaller metric wins; with the same metric, the driver's route is refused. The
-router needs no additional daemon or library. A remote router is reached with a command prefix such as `ssh tor3`.
+The driver owns the routes of one table that bear its protocol number and metric. A foreign route to the same prefix may
+have another metric; the route with the smaller metric is used. If a foreign route has the same metric, the driver's
+route is refused. The router needs no additional daemon or library. A remote router is reached with a command prefix
+such as `ssh tor3`.
 """
 
 from collections.abc import Sequence
@@ -22,8 +23,8 @@ PROTOCOL = 160
 
 
 class IprouteOptions(CommandOptions):
-    """The options of the driver `iproute`. Its routes are in routing table `table`, and marked by `protocol` and
-    `metric`."""
+    """The options of the driver `iproute`. Its routes are in the routing table `table`, and `protocol` and `metric`
+    identify them."""
 
     table: Annotated[int, whole(1, 2**32 - 1)] = MAIN_TABLE
     protocol: Annotated[int, whole(5, 255)] = PROTOCOL
@@ -77,8 +78,8 @@ def _prefix(dst: str) -> str:
 
 
 def _shares(row: dict[str, Any]) -> dict[tuple[str, str], int]:
-    """Return the weight of each next hop of a route. Empty for routes that this driver does not create, such as
-    blackholes and routes without a gateway."""
+    """Return the weight of each next hop of a route. The result is empty for routes that this driver does not create,
+    such as blackholes and routes without a gateway."""
     hops = row.get("nexthops") or [row]
     if not all("gateway" in hop and "dev" in hop for hop in hops):
         return {}

@@ -26,7 +26,9 @@ class CommandOutput:
 
     @property
     def error_text(self) -> str:
-        """The command's error output on one line; if it is empty, the output or the exit status."""
+        """The command's error output on one line. If the error output is empty, the standard output or, if that is also
+        empty, the exit status.
+        """
         message = " | ".join(line.strip() for line in (self.err or self.out).splitlines() if line.strip())
         return message or f"exit status {self.status}"
 

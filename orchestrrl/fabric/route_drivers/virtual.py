@@ -68,7 +68,7 @@ class VirtualRouter:
         self.changed.set()
 
     def inject(self, fault: RouterFault) -> None:
-        """Cause the fault at once or, for a broken connection, with the next change."""
+        """Cause the fault immediately or, if the fault is a broken connection, when the next change is sent."""
         if fault.kind in (RouterFaultKind.LINK_DOWN, RouterFaultKind.LINK_UP):
             self.set_signal(fault.interface, fault.kind is RouterFaultKind.LINK_UP)
         elif fault.kind is RouterFaultKind.FOREIGN_ROUTE:

@@ -68,7 +68,7 @@ class ServerAddress:
 
     @property
     def by_ipv4(self) -> "ServerAddress":
-        """This address, with IPv6's loopback address replaced by 127.0.0.1."""
+        """The address, with IPv6's loopback address replaced by 127.0.0.1."""
         return replace(self, host=LOOPBACK) if self.host == LOOPBACK_IPV6 else self
 
 
@@ -114,12 +114,12 @@ def _host(host: str) -> str:
 
 
 def host_id() -> str:
-    """Return an id of this process's network stack; "" if the system does not provide its parts. Processes with equal
-    ids reach the same servers on loopback addresses.
+    """Return an id of this process's network stack, or "" if the system does not provide the parts of the id. Processes
+    with equal ids reach the same servers on loopback addresses.
 
     The id consists of the host's name, its boot id and the network namespace. The namespace is needed because
-    containers on one machine have separate loopback addresses; the host's name, because cloned machines may share the
-    other parts.
+    containers on one machine have separate loopback addresses. The host's name is needed because cloned machines may
+    have the same boot id and namespace.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -66,8 +66,8 @@ def literal(text: str) -> str:
 
 
 def save(figure: "Figure", target: Path, *, kind: str = "") -> None:
-    """Write the figure to a file of format `kind`, by default the file name's suffix. Raises OSError if the file cannot
-    be written, and ValueError for an unknown format."""
+    """Write the figure to a file. The format is `kind` or, by default, the suffix of the file name. Raises OSError if
+    the file cannot be written, and ValueError for an unknown format."""
     from matplotlib import rc_context
 
     kind = kind or target.suffix.lower().removeprefix(".")
@@ -104,8 +104,8 @@ def inline_svg(figure: "Figure", title: str) -> str:
 def bar_chart(
     bars: Sequence[ChartBar], names: Mapping[float, str], x_label: str, *, until: float | None = None
 ) -> "Figure":
-    """Draw horizontal bars, with row 0 at the top and the given names of the rows. The horizontal axis ends at `until`,
-    or by default after the longest bar."""
+    """Draw horizontal bars. `names` are the names of the rows; row 0 is at the top. The horizontal axis ends at `until`
+    or, by default, after the longest bar."""
     rows = max([*names, *(bar.row for bar in bars)]) + 1
     shortest = SHORTEST * max((bar.end for bar in bars), default=0.0)
     figure, [[axis]] = axes(height=1.2 + 0.3 * rows)
@@ -130,8 +130,8 @@ def bar_chart(
 
 
 def add_stairs(axis: "Axes", lines: Iterable[ChartLine]) -> None:
-    """Draw each line in a different colour and style. A line without points is omitted, but its colour stays
-    reserved."""
+    """Draw each line in a different colour and style. A line without points is omitted, but no other line gets its
+    colour."""
     for place, line in enumerate(lines):
         if line.points:
             axis.step(
@@ -145,8 +145,8 @@ def add_stairs(axis: "Axes", lines: Iterable[ChartLine]) -> None:
 
 
 def add_legend(figure: "Figure", colours: Mapping[str, str] | None = None) -> None:
-    """Add a legend above the axes, in extra space. Its entries are the names in `colours`, or the labels of the drawn
-    lines if `colours` is None."""
+    """Add a legend above the axes, and enlarge the figure to make room for it. Its entries are the names in `colours`,
+    or the labels of the drawn lines if `colours` is None."""
     from matplotlib.patches import Patch
 
     if colours is None:

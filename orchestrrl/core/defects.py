@@ -1,4 +1,5 @@
-"""Unexpected exceptions in parts of the daemon: counted, logged when they change, and kept for `orchestrrl status`.
+"""Count the unexpected exceptions in parts of the daemon, log them when they change, and keep them for `orchestrrl
+status`.
 
 A part is a loop or a long-running task of the daemon. An exception ends the part's present turn (iteration), and the
 next turn begins as usual.
@@ -39,8 +40,8 @@ _OURS = tuple(f"{Path(__file__).parents[2] / package}/" for package in _PACKAGES
 
 @dataclass(frozen=True, slots=True)
 class Defect:
-    """The latest exception of one part of the daemon. Two defects are the same if type and place are equal; their
-    messages may differ."""
+    """The latest exception of one part of the daemon. Two defects are the same if their types and places are equal.
+    Their messages may differ."""
 
     part: str
     type: str
@@ -93,8 +94,8 @@ class Defects:
             self._latest[part] = replace(defect, running=0)
 
     def begin(self, part: str, turn: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """Run one turn of the part as a task. An OrchestrRLError is only logged, because it is expected and need not
-        recur in the next turn."""
+        """Run one turn of the part as a task. An OrchestrRLError is only logged and not counted as a defect, because it
+        is expected and may not recur in the next turn."""
         task = asyncio.create_task(turn)
         self.tasks[task] = part
         task.add_done_callback(self._ended)

@@ -1,5 +1,5 @@
-"""Delivery of orders: each takes effect at most once and has one result, even if messages are lost, repeated, late or
-reordered.
+"""Deliver orders to nodes. Each order takes effect at most once and has one result, even if messages are lost,
+repeated, delayed or reordered.
 
 The sender keeps an order until its first result arrives, and sends it again when its destination attaches again. The
 receiver carries out an order once per id, and answers a repetition with the stored result.
@@ -96,7 +96,7 @@ class Outbox(Generic[Item]):
 
 @dataclass(slots=True, eq=False)
 class OpenOrder(Generic[Destination, Given, Result]):
-    """An order without a result. After the time `over_s`, the order has no further effect."""
+    """An order without a result. The order has no further effect after the time `over_s`."""
 
     destination: Destination
     order: Given
@@ -119,8 +119,8 @@ class OpenOrders(Generic[Destination, Given, Result]):
         return (opened for there in tuple(self._to.values()) for opened in tuple(there.values()))
 
     def to(self, destination: Destination) -> tuple[OpenOrder[Destination, Given, Result], ...]:
-        """Return the open orders to a destination, in order of creation. They are sent again when the destination
-        attaches again."""
+        """Return the open orders to a destination, in order of creation. The caller sends them again when the
+        destination attaches again."""
         return tuple(self._to.get(destination, {}).values())
 
     def find(self, destination: Destination, id: str) -> OpenOrder[Destination, Given, Result] | None:
@@ -130,8 +130,8 @@ class OpenOrders(Generic[Destination, Given, Result]):
         self._to.setdefault(opened.destination, {})[opened.order.id] = opened
 
     def close(self, opened: OpenOrder[Destination, Given, Result], result: Result | None = None) -> None:
-        """Close an order with its first result, or with None if the order is withdrawn, which cancels its future. Later
-        results are ignored."""
+        """Close an order with its first result. Later results are ignored. If the order is withdrawn, `result` is None
+        and the order's future is cancelled."""
         there = self._to.get(opened.destination, {})
         if there.pop(opened.order.id, None) is None:
             return
@@ -158,9 +158,9 @@ class ReceivedOrders(Generic[Given, Result]):
 
     A result is kept at least until its order has expired, so a late repetition is answered with the result or refused
     as expired. While `capacity` unexpired orders are stored, new orders that have an expiry are refused. Orders of a
-    generation older than the newest received are refused, so that a replaced daemon has no control. `not_done`
-    constructs the result of an order that was refused or raised an error, given the reason and the order's time of
-    arrival.
+    generation that is older than the newest received generation are refused, so that a replaced daemon has no control.
+    `not_done` constructs the result of an order that was refused or raised an error. Its arguments include the reason
+    and the order's time of arrival.
     """
 
     def __init__(
@@ -185,8 +185,8 @@ class ReceivedOrders(Generic[Given, Result]):
         return len(self._received)
 
     async def result(self, order: Given) -> Result:
-        """Return the result of an order: the stored result if the order was carried out before, otherwise a refusal or
-        the result of `perform`. If the order is being carried out, wait for its result."""
+        """Return the result of an order. If the order was carried out before, the result is the stored one. If the
+        order is being carried out, wait for its result. Otherwise, refuse the order or call `perform`."""
         now_s = self._clock.now_s()
         if order.id not in self._received:
             if refusal := self._refusal(order, now_s):

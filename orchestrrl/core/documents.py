@@ -88,8 +88,8 @@ def dump_yaml(document: Any) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML 1.1 loader that rejects duplicate keys, of which PyYAML silently keeps the last, and parses `1e-8` as a
-    number instead of text."""
+    """A YAML 1.1 loader that rejects duplicate keys and parses `1e-8` as a number instead of text. PyYAML's own loader
+    silently keeps the last of several duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -106,7 +106,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class YamlDumper(yaml.SafeDumper):
-    """Writes YAML that `parse_yaml` reads back unchanged: text that the loader would parse as a number is quoted."""
+    """Writes YAML that `parse_yaml` reads back unchanged. Text that the loader would parse as a number is quoted."""
 
 
 for _class in (_Loader, YamlDumper):

@@ -31,11 +31,13 @@ class LimitReached(Permanent):
 
 
 class OutcomeUnknown(OrchestrRLError):
-    """The call may or may not have taken effect: the caller must observe the state before it acts again."""
+    """The call may or may not have taken effect. The caller must observe the state before it acts again."""
 
 
 class ProblemFaults(OrchestrRLError):
-    """Malformed input, with a list of all its faults, each `path.to.field: what is wrong, got VALUE`."""
+    """Raised for malformed input, with a list of all its faults. Each fault has the form `path.to.field: what is wrong,
+    got VALUE`.
+    """
 
     def __init__(self, faults: list[str]) -> None:
         super().__init__("\n".join(faults))
@@ -55,8 +57,8 @@ def path_of(location: tuple[int | str, ...]) -> str:
 
 
 def faults_of(error: "ValidationError", model: "type[BaseModel] | None" = None) -> list[str]:
-    """Return one line per fault of a pydantic validation, as `path.to.field: what is wrong, got VALUE`. If `model`, the
-    validated model, is given, the most similar known field is suggested for an unknown field."""
+    """Return one line per fault of a pydantic validation, as `path.to.field: what is wrong, got VALUE`. If the
+    validated `model` is given, the most similar known field is suggested for an unknown field."""
     faults = []
     for item in error.errors(include_url=False):
         if item["type"] == "missing":
@@ -119,8 +121,8 @@ def number_runs(numbers: Iterable[int]) -> list[str]:
 
 
 def few(arguments: Sequence[str], most: int = 8, between: str = "; ") -> str:
-    """Join the first `most` items, each cut to a maximum length, and state how many more there are. Lists can be long:
-    a fleet has hundreds of engines and a model thousands of tensors."""
+    """Join the first `most` items, each cut to a maximum length, and append the number of omitted items. Use this
+    function for lists that can be long, such as engines or tensors."""
     more = [f"and {len(arguments) - most} more"] if len(arguments) > most else []
     return between.join([*(cut(word) for word in arguments[:most]), *more])
 

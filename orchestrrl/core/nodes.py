@@ -1,4 +1,4 @@
-"""The attached nodes (agents and gateways), and the orders that are queued for each node.
+"""Register the attached nodes (agents and gateways), and queue orders for each node.
 
 A node that attaches again under the same id replaces its old stream. Two processes that are attached under the same id
 at the same time are different nodes: the second node is listed under an id that includes its incarnation. Among queued
@@ -89,9 +89,9 @@ class NodeRegistry:
         self._processes: dict[tuple[NodeId, str], _Process] = {}  # by id and incarnation
 
     def id_of(self, node: NodeId, incarnation: str, stream: object) -> NodeId:
-        """Return the id under which the process that uses a stream is listed: the node's id or, if another attached
-        process has that id, the id with a hash of the incarnation. Processes without an incarnation are listed under
-        the node's id."""
+        """Return the id under which the process that uses a stream is listed. This is the node's id or, if another
+        attached process has that id, the node's id with a hash of the incarnation. Processes without an incarnation are
+        listed under the node's id."""
         if not incarnation:
             return node
         process = self._processes.get((node, incarnation))
@@ -112,8 +112,8 @@ class NodeRegistry:
                 del self._processes[key]
 
     def doubles(self) -> dict[NodeId, NodeId]:
-        """Return the nodes whose id another attached node has, as a mapping from the id under which they are listed to
-        that id."""
+        """Return the nodes that use the same id as another attached node. The result maps the id under which such a
+        node is listed to the id that it uses."""
         there = {process.id for process in self._processes.values()}
         listed = {process.id: node for (node, _), process in self._processes.items() if process.id != node}
         return {id: node for id, node in listed.items() if node in there}
@@ -136,8 +136,8 @@ class NodeRegistry:
         return attachment
 
     def detach(self, attachment: Attachment, now_s: float) -> bool:
-        """Record that the stream has ended. Return True if the node is detached by this, and False if a newer stream of
-        the node had already replaced the stream."""
+        """Record that the stream has ended. Return True if the node is now detached, and False if a newer stream of the
+        node has already replaced the stream."""
         attachment.end()
         node = attachment.hello.node
         is_double = any(process.id == node != own for (own, _), process in self._processes.items())

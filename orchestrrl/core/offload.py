@@ -1,4 +1,4 @@
-"""Run long computations: in a thread in the daemon, and inline in simulations."""
+"""Run long computations. The daemon runs them in a thread, and simulations run them inline."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any

@@ -1,10 +1,10 @@
 """Run a journalled operation to its end: carry out its steps, or roll them back if a step fails.
 
-A description defines the steps and their effects; this module decides the order of execution. The steps of a chain run
-one after another, the chains of a stage in parallel, the stages one after another. A journal entry is written before
-and after each step, unless the type of operation has no entries for steps. After a failure, and when a restarted daemon
-resumes an open operation, the present state is observed. The description then decides whether the operation is
-completed or rolled back, and plans the rollback. Every step must be idempotent.
+A description defines the steps and their effects; this module decides the order of execution. Stages run one after
+another. The chains of a stage run in parallel, and the steps of a chain run one after another. A journal entry is
+written before and after each step, unless the type of operation has no entries for steps. After a failure, and when a
+restarted daemon resumes an open operation, this module observes the present state. The description then decides whether
+the operation is completed or rolled back, and plans the rollback. Every step must be idempotent.
 """
 
 import asyncio
@@ -105,8 +105,7 @@ class Description(Protocol[S]):
         ...
 
     def record(self, step: S) -> Mapping[str, Any]:
-        """Return additional fields for the journal entries of a step, sufficient to plan the rollback from the
-        entries."""
+        """Return additional fields for the journal entries of a step. The rollback is planned from these entries."""
         return {}
 
     async def do(self, step: S) -> str:
@@ -136,8 +135,8 @@ class Description(Protocol[S]):
         return None
 
     def goes_on_after(self, failure: "OperationFailure[S]") -> frozenset[int] | None:
-        """Decide how the operation continues after a failure in this daemon, with a result as for `resume_from`. The
-        implementation must limit the number of attempts."""
+        """Decide how the operation continues after a failure in this daemon. The result has the same meaning as that of
+        `resume_from`. The implementation must limit the number of attempts."""
         return None
 
     def is_final(self, step: S) -> bool:
@@ -154,7 +153,7 @@ class Description(Protocol[S]):
         return False
 
     def retry(self, failure: "OperationFailure[S]") -> bool:
-        """Return whether the operation starts again from the first step, after a rollback that restored the previous
+        """Return whether the operation starts again from the first step after a rollback has restored the previous
         state."""
         return False
 
@@ -334,8 +333,8 @@ class OperationRun(Generic[S]):
         self.state, self.ended_s = state, self._clock.now_s()
 
     async def _observe(self) -> None:
-        """Observe the present state, on which every decision depends. After an error the observation is repeated,
-        unless errors leave the operation open (`leaves_open`); then the error is raised."""
+        """Observe the present state, on which every decision depends. After an error, the observation is repeated. If
+        errors leave the operation open (`leaves_open`), the error is raised instead."""
         while True:
             try:
                 return await self._description.observe()
@@ -372,8 +371,8 @@ class OperationRun(Generic[S]):
                 self.detail = "; ".join(filter(None, [self.detail, str(failure)]))
 
     async def _chain_back(self, chain: Chain[S]) -> str:
-        """Carry out one chain of the rollback, with retries. Return why it failed; "" on success. A failure does not
-        stop the other chains."""
+        """Carry out one chain of the rollback, with retries. Return the reason for its failure, or "" on success. A
+        failure does not stop the other chains."""
         why = ""
         for _ in range(BACK_ATTEMPTS):
             try:
@@ -452,7 +451,7 @@ class OperationRun(Generic[S]):
         self._changed()
 
     def _recall(self, entries: Sequence[JournalEntry]) -> None:
-        """Restore reports and records from the entries of an earlier daemon. A step that had begun without ending is
+        """Restore reports and records from the entries of an earlier daemon. A step that began but did not end is
         reported as failed, although it may have taken effect."""
         forward = {step.number: step for step in steps_in(self._forward_stages)}
         for entry in entries:
@@ -492,5 +491,5 @@ def check_record(entry: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def steps_in(stages: Sequence[Stage[S]]) -> Iterator[S]:
-    """Return the steps in these stages, stage by stage and chain by chain."""
+    """Return an iterator over the steps of these stages, in order of stages and chains."""
     return (step for stage in stages for chain in stage for step in chain)

@@ -1,5 +1,5 @@
-"""The life cycle of an operation: the intent is journalled, the order is sent, its outcome is observed, and the result
-is journalled.
+"""Manage the life cycle of operations. The intent is journalled, the order is sent, its outcome is observed, and the
+result is journalled.
 
 An operation whose result has not arrived is open. It is sent again when its node attaches again (see delivery.py).
 Otherwise its outcome is determined from telemetry, and never assumed. Open operations of an earlier generation are
@@ -77,8 +77,8 @@ class OperationRunner:
         return len(self.open)
 
     def next_operation(self, action: Action, valid_for_s: float) -> Operation:
-        """Return a new operation of this generation, without sending or journalling it. Standing orders such as routes
-        are created with this method and not tracked, because each order supersedes the previous one."""
+        """Return a new operation of this generation, without sending or journalling it. This method creates standing
+        orders such as routes. They are not tracked, because each order supersedes the previous one."""
         generation = self._log.generation
         id = OperationId(f"{generation}-{next(self._count)}")
         return Operation(id, generation, self._clock.now_s() + valid_for_s, action)
@@ -162,7 +162,7 @@ class OperationRunner:
 
     async def drain(self, timeout_s: float) -> int:
         """Wait up to `timeout_s` seconds for the results of open operations. Return the number of operations that are
-        still open; the next generation recovers them."""
+        still open. The next generation recovers these operations."""
         waiting = [opened.result for opened in self._open if opened.result is not None]
         if waiting:
             await asyncio.wait(waiting, timeout=timeout_s)
@@ -191,8 +191,8 @@ def _written(intent: JournalEntry) -> tuple[Operation, NodeId]:
 async def answers(
     orders: Mapping[NodeId, "asyncio.Task[OperationResult]"], clock: Clock, within_s: float
 ) -> dict[NodeId, OperationResult | None]:
-    """Wait up to `within_s` seconds for the results of orders to several nodes. Return the results by node; None for a
-    node that has not answered. Orders without an answer remain in effect."""
+    """Wait up to `within_s` seconds for the results of orders to several nodes. Return a mapping from each node to its
+    result, or to None if the node has not answered. Orders without an answer remain in effect."""
     over = asyncio.ensure_future(clock.sleep(within_s))
     try:
         while (waiting := [task for task in orders.values() if not task.done()]) and not over.done():

@@ -1,4 +1,4 @@
-"""The daemon's orders to nodes, as values: an operation has an id, a generation and an expiry, and one result.
+"""Data types for the daemon's orders to nodes. An operation has an id, a generation, an expiry, and one result.
 
 A node carries out an operation once per id, and answers a repetition with the stored result. `kind` identifies the type
 of an action in the journal. `settle` determines the outcome of an operation without a result from telemetry.
@@ -14,8 +14,8 @@ OperationId = NewType("OperationId", str)
 
 
 class PauseMode(StrEnum):
-    """The treatment of running requests: they are frozen in place, finished first, or ended with the tokens generated
-    so far."""
+    """The treatment of running requests during a pause. Requests are frozen in place, finished before the pause, or
+    ended with the tokens generated so far."""
 
     KEEP = "keep"
     WAIT = "wait"
@@ -31,8 +31,7 @@ class EngineRoute:
 
     `kv_version` identifies the configuration and the weights on which KV depends. Engines with the same `kv_version`
     can transfer the KV of a request to each other if the request began under that version. If it is empty, KV is not
-    transferred. The policy version is also part of the version; the gateway adds it, because it receives the policy
-    version first.
+    transferred. The gateway adds the policy version to `kv_version`, because it receives the policy version first.
     """
 
     engine: EngineId
@@ -73,7 +72,7 @@ class MoveRequests:
 
 
 class FrozenRequests(StrEnum):
-    """The continuation of requests that were frozen during a change of weights."""
+    """The treatment of requests that were frozen during a change of weights."""
 
     RECOMPUTE = "recompute"  # their KV is recomputed with the new weights
     CONTINUE = "continue"  # with their present KV, computed with the previous weights
@@ -146,9 +145,9 @@ class OperationStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OperationItemResult:
-    """The result of one item. For a move, `duration_s` is the time until the next token minus one decode step; 0 if it
-    was not observed. `method` is the method that was used in the end; None if it is unknown or the request had no
-    context to transfer."""
+    """The result of one item. For a move, `duration_s` is the time until the next token minus one decode step, or 0 if
+    this time was not observed. `method` is the method by which the request was finally moved, or None if it is unknown
+    or the request had no context to transfer."""
 
     id: str
     done: bool
@@ -171,7 +170,7 @@ class OperationResult:
 
 
 def status_of(items: tuple[OperationItemResult, ...]) -> OperationStatus:
-    """Return DONE if all items are done, PARTIAL if some are, and FAILED if none is."""
+    """Return DONE if all items are done, PARTIAL if some items are done, and FAILED if no item is done."""
     done = sum(item.done for item in items)
     if done == len(items):
         return OperationStatus.DONE

@@ -1,4 +1,5 @@
-"""Pauses set by an operator: of the balancer, the fabric, or weight syncs. They are journalled and survive restarts.
+"""Store the pauses of the balancer, the fabric and weight syncs that operators set. Pauses are journalled and survive
+restarts.
 
 Plans are controlled separately, in daemon/plan_book.py, because their control has more states than on and off.
 """

@@ -1,5 +1,5 @@
-"""The lifetime of an operator's order: it ends after `ttl_s` seconds or, if `ttl_s` is 0, when it is withdrawn. All
-operators' orders follow this rule."""
+"""Check and apply the lifetime of operators' orders. An order ends after `ttl_s` seconds or, if `ttl_s` is 0, when it
+is withdrawn."""
 
 import math
 
@@ -7,8 +7,8 @@ MOST_S = 1e9  # about 30 years: a later time may not be a valid date
 
 
 def lifetime_faults(ttl_s: float, field: str = "ttl_s", until: str = "released") -> list[str]:
-    """Return a list with the fault of an invalid `ttl_s`, reported for `field`; empty if it is valid. `until` is the
-    event that ends an order without an expiry, for example "released"."""
+    """Return a list with the fault of `ttl_s`, reported for `field`; the list is empty if `ttl_s` is valid. `until` is
+    the event that ends an order without an expiry, for example "released"."""
     if 0 <= ttl_s <= MOST_S:
         return []
     most = f" and <= {MOST_S:.0f}" if MOST_S < ttl_s < math.inf else ""
@@ -16,5 +16,5 @@ def lifetime_faults(ttl_s: float, field: str = "ttl_s", until: str = "released")
 
 
 def expiry_s(now_s: float, ttl_s: float) -> float | None:
-    """Return the time at which an order expires; None if `ttl_s` is 0, so that it does not expire."""
+    """Return the time at which an order expires, or None if the order does not expire because `ttl_s` is 0."""
     return now_s + ttl_s if ttl_s else None

@@ -1,8 +1,8 @@
-"""The interceptor in front of every method of a gRPC server: it decodes and checks messages, and ends failed calls.
+"""Intercept the calls of every method of a gRPC server, decode and check their messages, and end failed calls.
 
 A message that does not decode or has values out of range is answered with INVALID_ARGUMENT, and a message that exceeds
-a limit with RESOURCE_EXHAUSTED. Both are logged in one line; ranges.py has the rules. An unexpected exception is a
-defect: it is counted, logged once and answered with INTERNAL, and the server continues.
+a limit with RESOURCE_EXHAUSTED. Both are logged on one line. ranges.py defines the rules. An unexpected exception is
+treated as a defect of the daemon. It is counted, logged once and answered with INTERNAL, and the server continues.
 """
 
 import asyncio
@@ -61,8 +61,8 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
             self._open -= 1
 
     async def read(self, raw: bytes, deserialize: Callable[[bytes], Any]) -> Any:
-        """Decode and check a message. A large message is checked in steps, between which other calls continue. Raises
-        LimitReached if the message exceeds a limit, and ProblemFaults if it is invalid."""
+        """Decode and check a message. A large message is checked in steps, so that other calls can continue between the
+        steps. Raises LimitReached if the message exceeds a limit, and ProblemFaults if it is invalid."""
         if len(raw) > self._limits.message_bytes:
             most = self._limits.message_bytes
             raise LimitReached(f"(message): must be at most {most} bytes (limits.message_bytes), got {len(raw)}")
@@ -114,8 +114,8 @@ class _Call:
 
     @asynccontextmanager
     async def _ending(self, context: Context) -> AsyncIterator[None]:
-        """Count the call as open, and end it with the status of the exception that its handler raised, or of the
-        refused message."""
+        """Count the call as open during the block. If the handler raises an exception or a message was refused, end the
+        call with the corresponding status."""
         try:
             try:
                 with self._boundary.opened():
@@ -133,8 +133,8 @@ class _Call:
         return self._messages(raw) if self._streams_in else await self._boundary.read(raw, self._deserialize)
 
     async def _messages(self, raws: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-        """Yield the stream's messages until one is refused. The refusal ends the call only after the handler has ended,
-        because a handler may read messages in a separate task, which must not end the call."""
+        """Yield the stream's messages until a message is refused. The call ends only after its handler has ended,
+        because the handler may read messages in a separate task, and that task must not end the call."""
         async for raw in raws:
             try:
                 message = await self._boundary.read(raw, self._deserialize)

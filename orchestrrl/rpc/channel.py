@@ -1,4 +1,4 @@
-"""Client connections to the daemon: channel options, backoff, and reconnection after restarts of the daemon."""
+"""Connect clients to the daemon, and reconnect with backoff after restarts of the daemon."""
 
 import asyncio
 import logging
@@ -71,11 +71,11 @@ async def stay_connected(
     clock: Clock,
     name: str,
 ) -> None:
-    """Run `converse` with the server at `target` again and again, forever, each time on a new channel.
+    """Run `converse` with the server at `target` repeatedly until cancelled, each time on a new channel.
 
-    It is started again however it ends, even by an unexpected exception, because a node outlives its daemon. `converse`
-    must call its second argument once it is connected. If the connection lasted longer than the longest delay, the
-    backoff is reset and the loss is logged.
+    `converse` is started again even if it ends with an unexpected exception, because a node must continue when its
+    daemon restarts. `converse` must call its second argument once it is connected. If the connection lasted longer than
+    the longest delay, the backoff is reset and the loss is logged.
     """
     failures, backoff = 0, Backoff()
     connected_s: list[float] = []

@@ -1,10 +1,10 @@
 """Convert frozen dataclasses to protobuf messages and back, by their types.
 
-A field and its counterpart share a name, or differ in the usual ways: `engine` and `engine_id`, `requests` and
-`request_ids`, `sampled_s` and `sampled_unix_s`. A `Codec` states all other differences. Enum members are matched by
-their names in the .proto, None is an absent or empty field, nested dataclasses are messages. Both sides must be
-covered: a field without a counterpart raises TypeError at the first conversion. A function is compiled for each
-direction, as fast as one written by hand.
+A field and its counterpart have the same name, or differ as in `engine` and `engine_id`, `requests` and `request_ids`,
+or `sampled_s` and `sampled_unix_s`. A `Codec` states all other differences. Enum members are matched by their names in
+the .proto, None is converted to an absent or empty field, and nested dataclasses are converted to messages. A field
+without a counterpart on either side raises TypeError at the first conversion. For speed, a function is compiled for
+each direction.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -53,8 +53,8 @@ class Whole(Via):
 class EnumCodec(Generic[Member]):
     """Converts the members of `kind` to the values with the same names in an enum of the .proto.
 
-    `unspecified` is read for 0 and for values of a newer protocol, and is sent for members missing in the .proto.
-    If `unspecified` is None, such a value raises ValueError.
+    `unspecified` is read for 0 and for values of a newer protocol, and is sent for members missing in the .proto. If
+    `unspecified` is None, these values and members raise ValueError.
     """
 
     def __init__(self, kind: type[Member], enum: Any, unspecified: Member | None = None) -> None:
@@ -85,8 +85,8 @@ class EnumCodec(Generic[Member]):
 
 class Codec(Generic[Value, Pb]):
     """Converts a dataclass to a message and back. `specs` describes the fields that do not follow the rules, keyed by
-    their names in the dataclass. A property in `specs` is written but not read. `beside` names fields of the message
-    that have no counterpart and that the caller sets."""
+    their names in the dataclass. A property in `specs` is written but not read. `beside` contains the names of fields
+    of the message that have no counterpart. The caller sets these fields."""
 
     def __init__(self, kind: type[Value], message: type[Pb], /, beside: str = "", **specs: "Spec") -> None:
         self.kind = kind
@@ -158,7 +158,7 @@ Spec = str | Converter | tuple[str, Converter] | Flat | OneOf | _Local
 
 
 def rows_to_pb(message: type[Pb], rows: Iterable[Iterable[Any]]) -> list[Pb]:
-    """Return one message for each row. The values of a row are those of the message's fields, in the .proto's order."""
+    """Return one message for each row. A row contains the values of the message's fields, in the order of the .proto."""
     names = [field.name for field in message.DESCRIPTOR.fields]
     return [message(**dict(zip(names, row, strict=True))) for row in rows]
 

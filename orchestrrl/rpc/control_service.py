@@ -1,4 +1,6 @@
-"""The Control service, for operators and trainers. It only translates messages; the control plane does the work."""
+"""The Control service for operators and trainers. It only translates messages; the control plane carries out the
+requests.
+"""
 
 import logging
 from collections.abc import AsyncIterator
@@ -48,7 +50,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return pb.ListWorkersResponse(workers=control_codec.workers_to_pb(self.control_plane, snapshot))
 
     def _engine(self, name: str) -> EngineId:
-        """Return the id of the engine with this name, which may be the fleet's name or one that only nodes use."""
+        """Return the id of the engine with this name. The name may be the fleet's name for the engine or a name that
+        only nodes use.
+        """
         return self.fleet.state.engine_called(EngineId(name), self.now_s())
 
     async def ListRequests(self, request: pb.ListRequestsRequest, context: Context) -> pb.ListRequestsResponse:
@@ -183,16 +187,18 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return self._barrier()
 
     async def _waiting_weights(self, lease_id: str, told: int | None) -> tuple[int | None, tuple[EngineId, ...]]:
-        """Install the weight version that waits for a closed barrier, if there is one, before the barrier opens. Return
-        the version to open the barrier with, and the engines without it. `told` is the version that the caller reports.
-        An empty `lease_id` stands for the present lease; if the lease does not exist, nothing is installed."""
+        """If a weight version waits for a closed barrier, install it before the barrier opens. Return the version with
+        which the barrier opens, and the engines that do not have this version. `told` is the version that the caller
+        reports. An empty `lease_id` refers to the present lease. If the lease does not exist, nothing is installed."""
         lease, weights = self.fleet.barrier.state.lease, self.daemon.weights.syncs
         if lease is None or lease_id not in ("", lease.id):
             return told, ()
         return await weights.before_resume(lease.until_s, told)
 
     def _restarted(self, version: int | None) -> list[EngineId]:
-        """Return the engines that have been restarted and so lost `version`, if this daemon installed that version."""
+        """Return the engines that lost `version` because they were restarted. The result is empty if this daemon did
+        not install that version.
+        """
         weights = self.daemon.weights.syncs
         if version is None or weights.book.fleet.version != version:
             return []
@@ -281,8 +287,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return control_codec.redeployment_to_pb(redeployer.cancel(request.redeployment_id, request.reason))
 
     def _recorded(self) -> list[RedeploymentReport]:
-        """Return the reports of redeployments in the journal, which earlier daemons with a deployer wrote, newest
-        first."""
+        """Return the reports of redeployments in the journal, newest first. Earlier daemons with a deployer wrote these
+        reports."""
         return list(reversed(read_history(self.journal).values()))
 
     def _redeploying(self) -> RedeploymentController:

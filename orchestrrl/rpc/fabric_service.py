@@ -1,4 +1,6 @@
-"""The service Fabric: agents report windows; trainers announce periods; operators inspect, pin and mask."""
+"""The Fabric service. Agents use it to report windows, trainers to announce periods, and operators to inspect, pin and
+mask circuits.
+"""
 
 import asyncio
 import json
@@ -34,7 +36,9 @@ NO_FABRIC = "no optical fabric is configured: set fabric.site in the daemon's co
 
 
 class FabricService(fabric_pb2_grpc.FabricServicer):
-    """The servicer of Fabric. Agents report windows even without a fabric, for `orchestrrl fabric slack`."""
+    """The servicer of the Fabric service. Agents report windows even if no fabric is configured, because `orchestrrl
+    fabric slack` displays them.
+    """
 
     def __init__(self, fabric: FabricParts, hub: WindowTracker, clock: Clock) -> None:
         self._fabric = fabric
@@ -138,7 +142,7 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
         return VERIFICATION.to_pb(await self._fabric.verifier.verify(request.walk))
 
     def _announced(self, message: pb.Announcement) -> None:
-        """Accept an announcement from a traced process, which expects no answer."""
+        """Accept an announcement from a traced process. The process receives no answer."""
         if self._fabric.coordinator is None:
             return
         try:

@@ -26,10 +26,10 @@ REMEMBERED = 4096  # stored operations and their results
 
 
 class NodeLink:
-    """A node's attachment to the daemon: `run()` receives operations and returns results until cancelled.
+    """A node's attachment to the daemon. `run()` receives operations and sends their results until cancelled.
 
-    Operations run concurrently and outlive a broken stream; results that could not be sent are sent after the next
-    attachment. OrchestrRLErrors raised by `perform` become FAILED or UNKNOWN results.
+    Operations run concurrently, and continue when the stream breaks. Results that could not be sent are sent after the
+    next attachment. OrchestrRLErrors raised by `perform` become FAILED or UNKNOWN results.
     """
 
     def __init__(
@@ -100,7 +100,8 @@ class NodeLink:
 
 
 class ReportStream:
-    """A stream of reports to the daemon, one every `interval_s`, until cancelled; reopened whenever it breaks.
+    """Sends a report to the daemon every `interval_s` seconds until cancelled. The stream is reopened whenever it
+    breaks.
 
     `make_report` is awaited for each report, which gets a timestamp when it is sent. `on_open` is called when a stream
     begins, before its first report, and `on_ack` with each acknowledgement.

@@ -1,9 +1,10 @@
-"""The driver `grpc`: a device behind any process that serves `OcsDriver`, in any language.
+"""The driver `grpc`, which drives a device through a separate process that serves `OcsDriver`. The process may be
+written in any language.
 
-The driver process owns the device: it locks the device, enforces time limits and reads back changes. This driver adds
-the connection to that process. If the connection breaks during a commit, the outcome is unknown, and the device is read
-before another command is sent. A restarted process has lost the record of the circuits it made; this driver has that
-record, and restores the ownership.
+The driver process locks the device, enforces time limits and reads back changes. This driver manages the connection to
+that process. If the connection breaks during a commit, the outcome is unknown, and the device is read before another
+command is sent. A restarted process does not know which circuits it owns. This driver has a record of these circuits,
+and restores their ownership.
 """
 
 import asyncio
@@ -177,8 +178,8 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
         return facts
 
     async def _read_circuits(self) -> tuple[CrossConnectReading, bool]:
-        """Read the circuits. Return the reading, and whether the driver process had lost the ownership of circuits,
-        which is then restored."""
+        """Read the circuits. If the driver process has lost the ownership of circuits, restore it. Return the reading,
+        and whether ownership had been lost."""
         response = await self._call("ListCrossConnects", ocs_pb2.ListCrossConnectsRequest())
         reading = self._sense(convert.READING.from_pb, response)
         marked = self._ownership.marked(self._facts or await self.facts(), reading.circuits)
@@ -215,8 +216,8 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
             raise
 
     async def _settled(self, call: Awaitable[ocs_pb2.CommitResult], wanted: CommandSteps) -> CommitResult:
-        """Return the answer. If it was lost or is invalid, read the device until the change is complete or the time
-        limit has passed, and return the state that the device shows."""
+        """Perform the call and return its answer. If the answer is lost or invalid, read the device until the change is
+        complete or the time limit has passed, and return a result that reflects the state of the device."""
         try:
             result = convert.RESULT.from_pb(await call)
             if [item.cross_connect for item in result.items] == [*wanted.remove, *wanted.add]:
@@ -362,7 +363,9 @@ def _unfit_ports(named: Mapping[str, Iterable[CrossConnect]]) -> list[str]:
 
 
 def _not_here(items: Iterable[CrossConnectResult]) -> list[CrossConnect]:
-    """Return the circuits that were removed, or were refused before a command was sent, so they cannot appear later."""
+    """Return the circuits that cannot appear later, because they were removed, or were refused before a command was
+    sent.
+    """
     return [
         item.cross_connect
         for item in items

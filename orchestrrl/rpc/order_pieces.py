@@ -1,4 +1,6 @@
-"""A peer's order as messages: an order that exceeds the size of a message is sent in consecutive pieces."""
+"""Convert a peer's orders to messages and back. An order that exceeds the size of a message is sent in consecutive
+pieces.
+"""
 
 import json
 from collections.abc import Iterator
@@ -16,7 +18,9 @@ _KINDS = {kind: TypeAdapter(kind) for kind in get_args(Order)}
 
 
 def pieces_of(order: PeerOrder) -> Iterator[pb.PeerOrder]:
-    """Yield the messages of an order, at least one; all but the last have `continues` set."""
+    """Yield the messages of an order. There is at least one message, and all messages except the last have `continues`
+    set.
+    """
     text = _text(order)
     for first in range(0, len(text), PIECE_CHARACTERS):
         last = first + PIECE_CHARACTERS
@@ -24,8 +28,8 @@ def pieces_of(order: PeerOrder) -> Iterator[pb.PeerOrder]:
 
 
 def _text(order: PeerOrder) -> str:
-    """Serialize the order as ORDER does. Serializing a concrete kind is several times faster than serializing the
-    union."""
+    """Return the order as JSON, equal to the result of ORDER, which serializes the union of all kinds. Serializing a
+    concrete kind is several times faster."""
     inner = _KINDS[type(order.order)].dump_json(order.order).decode()
     return f'{{"id":{json.dumps(order.id)},"generation":{order.generation},"order":{inner}}}'
 
@@ -38,7 +42,7 @@ class OrderAssembler:
         self._texts: list[str] = []
 
     def add(self, piece: pb.PeerOrder) -> PeerOrder | None:
-        """Return the order if this was its last piece, otherwise None. Raises ValidationError if it is invalid."""
+        """Return the order if this is its last piece, otherwise None. Raises ValidationError if the order is invalid."""
         self._texts.append(piece.order_json)
         if piece.continues:
             return None

@@ -1,5 +1,5 @@
-"""Convert a protobuf message to plain JSON values: numbers stay numbers, enums become lower-case names, unknown values
-null."""
+"""Convert a protobuf message to plain JSON values. Numbers stay numbers, enums become lower-case names, and unknown
+values become null."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,9 @@ _EnumDescriptor = Any
 
 
 def plain(message: "Message") -> dict[str, Any]:
-    """Return every field, keyed by its name in the .proto and in that file's order. Absent optional fields, unspecified
-    enums, absent messages and numbers without a JSON form (infinite, not a number) are None."""
+    """Return a dictionary with every field, keyed by its name in the .proto and in the order of that file. Absent
+    optional fields, unspecified enums, absent messages and numbers without a JSON form (infinite, not a number) are
+    None."""
     return {field.name: _field(message, field) for field in message.DESCRIPTOR.fields}
 
 
@@ -38,8 +39,8 @@ def _value(value: Any, field: _FieldDescriptor) -> Any:
 
 
 def _enum_name(number: int, enum: _EnumDescriptor) -> str | None:
-    """Return the value's name in lower case without the enum's prefix, such as `ok` for `ENGINE_HEALTH_OK`. A number of
-    a newer protocol is returned as decimal digits, and an unspecified value as None."""
+    """Return the value's name in lower case without the enum's prefix, such as `ok` for `ENGINE_HEALTH_OK`. Return the
+    decimal digits of a number that this version does not define, and None for an unspecified value."""
     known = enum.values_by_number.get(number)
     if known is None:
         return str(number)

@@ -1,9 +1,10 @@
-"""The values that servers accept in messages: numbers in range, text and lists of bounded size.
+"""Check the values in messages that servers receive. Numbers must be in range, and texts and lists must have a bounded
+size.
 
-The rules follow a field's type: numbers of seconds, rates and shares are finite, >= 0 and <= `MOST_NUMBER`, integers
-fit into signed 64-bit integers, enums are known, text is bounded. `_NAMED` and `_RULES` list the fields with other
-rules.
-A text whose name ends in `_json` is only bounded by the size of its message; the code that parses it checks the rest.
+The rule of a field depends on its type. Numbers of seconds, rates and shares must be finite, >= 0 and <= `MOST_NUMBER`.
+Integers must fit into signed 64-bit integers, enum values must be known, and texts must not be too long. `_NAMED` and
+`_RULES` list the fields with other rules. A text whose name ends in `_json` is only bounded by the size of its message;
+the code that parses it checks the rest.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -40,8 +41,9 @@ STEP_ITEMS = 1000  # messages of a list that are checked at a time
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """The rule of one field. `most` is the largest number, the longest text or, for a list, the most items; None means
-    the type's own limit. `key` is the setting in the section `limits` with the most items of a list."""
+    """The rule of one field. `most` is the largest number, the maximum length of a text or, for a list, the maximum
+    number of items. If `most` is None, the limit of the type applies. `key` is the setting in the section `limits` that
+    contains the maximum number of items of a list."""
 
     most: float | None = None
     least: float = 0
@@ -106,7 +108,8 @@ _RULES: Mapping[str, Mapping[str, _Rule]] = {
 
 
 def checking(message: Message, limits: "LimitSettings") -> Iterator[None]:
-    """Check the message; yields after each `STEP_ITEMS` messages of a list, so that the caller can do other work.
+    """Check the message. The iterator yields after every `STEP_ITEMS` messages of a list, so that the caller can do
+    other work.
 
     Raises LimitReached with the configuration key if a list has too many items, otherwise ProblemFaults with every
     fault, at most `MOST_FAULTS`.
@@ -127,8 +130,8 @@ def needed_fields(descriptor: _Descriptor) -> frozenset[str]:
 
 
 class _Checks:
-    """The checks of one message type. An absent field is read as 0, which is accepted unless a rule has a larger
-    `least`."""
+    """The checks of one message type. An absent field is read as 0, which is accepted unless the field's rule has a
+    larger `least`."""
 
     def __init__(self, descriptor: _Descriptor) -> None:
         self._numbers: list[tuple[str, float, float]] = []  # field, least, most

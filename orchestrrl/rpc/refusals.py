@@ -42,8 +42,8 @@ async def refuse(context: Context, error: OrchestrRLError | DriverError | ValueE
 
 
 def status_text(error: Exception | str) -> str:
-    """Return the error's lines, as many as a status can hold. A status is sent in a header, in which most bytes of
-    non-ASCII text take three bytes."""
+    """Return as many of the error's lines as a status can hold. A status is sent in a header, where each byte of
+    non-ASCII text usually occupies three bytes."""
     lines = str(error).encode(errors="replace").decode().splitlines() or [type(error).__name__]
     words: list[str] = []
     room = STATUS_BYTES

@@ -1,6 +1,6 @@
-"""The daemon's gRPC server: every service of proto/, with health and reflection, on TCP and a Unix socket.
+"""The daemon's gRPC server. It offers every service of proto/, health checks and reflection, on TCP and a Unix socket.
 
-The servicers only translate messages; the control plane does the work.
+The servicers only translate messages; the control plane carries out the requests.
 """
 
 import asyncio
@@ -87,7 +87,7 @@ class TelemetryService(telemetry_pb2_grpc.TelemetryServicer):
 
 
 async def _in_steps(convert: Callable[[_Message], _Value], messages: Sequence[_Message]) -> tuple[_Value, ...]:
-    """Convert the messages in steps, between which other calls continue."""
+    """Convert the messages in steps, so that other calls can continue between the steps."""
     values: list[_Value] = []
     for first in range(0, len(messages), STEP_ITEMS):
         if first:

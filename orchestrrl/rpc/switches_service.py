@@ -1,6 +1,7 @@
-"""The service Switches: the optical circuit switches that the daemon drives, for operators and tools.
+"""The Switches service, with which operators and tools inspect and change the optical circuit switches that the daemon
+drives.
 
-Orders through this service are carried out in both modes: `advise` only restricts the daemon's own decisions.
+Orders through this service are carried out even in the mode `advise`, which only restricts the daemon's own decisions.
 """
 
 import asyncio
@@ -168,7 +169,7 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, words)
 
     async def _read(self, switch: str) -> pb.Switch:
-        """Return the present state of a switch; if it cannot be read, `detail` has the reason."""
+        """Return the present state of a switch. If the switch cannot be read, `detail` contains the reason."""
         driver = self._switches[switch]
         message = pb.Switch(switch_id=switch, driver=self._driver_names.get(switch, ""))
         try:

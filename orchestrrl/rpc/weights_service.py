@@ -1,4 +1,6 @@
-"""The service Weights: sends orders to peers; trainers publish versions; operators inspect, abort and install."""
+"""The Weights service. It sends orders to peers. Trainers use it to publish versions, and operators to inspect, abort
+and install versions.
+"""
 
 import asyncio
 import logging
@@ -94,7 +96,7 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
             yield message
 
     async def ListSyncs(self, request: pb.ListSyncsRequest, context: Context) -> pb.ListSyncsResponse:
-        """Return as many syncs as fit into a message; a large fleet may have more syncs in store."""
+        """Return as many of the stored syncs as fit into a message."""
         listed: list[pb.SyncReport] = []
         size = ENVELOPE_BYTES
         for report in self._syncs.history(request.limit):
@@ -130,8 +132,8 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, status_text(error))
 
     async def _follow(self, sync_id: str, context: Context) -> AsyncIterator[pb.SyncReport]:
-        """Yield a report of each new step at once. Reports of progress within a step are limited to one every
-        `TOLD_EVERY_S`, because the report of a large fleet is large."""
+        """Yield a report immediately after each new step. Progress within a step is reported at most once every
+        `TOLD_EVERY_S` seconds, because the report of a large fleet is large."""
         seen: SyncReport | None = None
         told_s = 0.0
         async for report in self._syncs.follow(sync_id):
@@ -146,8 +148,8 @@ def _stamp(line: PeerStream, message: pb.PeerMessage) -> None:
 
 
 def _publication_faults(error: ValidationError) -> list[str]:
-    """Return the faults of a publication. If the error is about contradictions between fields, the texts come from the
-    validator of the publication, which includes the paths."""
+    """Return the faults of a publication. If the error is about contradictions between fields, its texts already
+    contain the paths, because the validator of the publication adds them."""
     together = [each["msg"] for each in error.errors() if each["type"] == "value_error" and not each["loc"]]
     if together:
         return together[0].removeprefix("Value error, ").split("; ")

@@ -24,8 +24,8 @@ class InstallWhen(StrEnum):
 
 
 class ProbeSettings(Section):
-    """A prompt that every engine continues, greedily, before a version is committed. All engines of one configuration
-    must return the same answer."""
+    """A prompt that every engine completes by greedy decoding before a version is committed. All engines of one
+    configuration must return the same answer."""
 
     prompt_ids: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, min_length=1)] = (1, 2, 3, 4, 5, 6, 7, 8)
     max_tokens: PositiveInt = 8
@@ -43,7 +43,7 @@ class TorCircuits(Section):
 
 class NetworkSettings(Section):
     """The packet network between peers, used for plans and their rate limits if `fabric` is not configured. Peers
-    report their PoD and ToR. PoDs and ToRs that are not listed here have no limit; peers in them are limited only by
+    report their PoD and ToR. PoDs and ToRs that are not listed here have no limit, so their peers are limited only by
     their NICs."""
 
     link_gbps: PositiveFloat = 100.0

@@ -2,8 +2,8 @@
 
 Every entry has a checksum. Next to the journal, `<journal>.tail` contains the number of the last acknowledged entry and
 the sum of the checksums of all entries ever written. The tail is written after each entry, so a process that is killed
-in between leaves a journal with one entry more than its tail records, never one less. A journal with fewer entries than
-its tail has therefore lost some, even if the file itself is consistent.
+between the two writes leaves a journal with one entry more than its tail records, never with one entry less. A journal
+with fewer entries than its tail has therefore lost some, even if the file itself is consistent.
 """
 
 import hashlib
@@ -44,8 +44,8 @@ def checksum(sequence: int, at_s: float, generation: int, kind: bytes, subject: 
 
 
 def is_intact(row: Row) -> bool:
-    """Return whether an entry is unchanged since it was written. `row` has the columns `COLUMNS` and the checksum. Its
-    texts must be bytearrays, so that a text that damage has turned into a blob is detected."""
+    """Return whether an entry is unchanged since it was written. `row` has the columns `COLUMNS` and the checksum.
+    Texts in `row` must be bytearrays, so that the function detects a text that was turned into a blob by damage."""
     if any(type(text) is not bytearray for text in row[3:6]):
         return False
     try:
@@ -92,9 +92,9 @@ class TailFile:
             raise
 
     def write(self, tail: JournalTail, *, durable: bool = False) -> None:
-        """Replace the record by `tail`. A process that is killed in the meantime leaves the previous or the new record.
-        If `durable`, the record survives a power failure after this call. Raises OSError if the file cannot be
-        written."""
+        """Replace the record by `tail`. If the process is killed during the call, the file has either the previous or
+        the new record. If `durable` is True, the record survives a power failure after this call. Raises OSError if the
+        file cannot be written."""
         os.pwrite(self._descriptor, tail.encoded(), 0)
         if durable:
             os.fsync(self._descriptor)
@@ -150,8 +150,8 @@ class JournalExamination:
 
 
 def examine(path: Path) -> JournalExamination:
-    """Compare a journal with its checksums and its tail file, without changing either. Raises Permanent if the file is
-    not a journal, or has a format that this version does not support."""
+    """Compare a journal with its checksums and its tail file. No file is changed. Raises Permanent if the file is not a
+    journal, or has a format that this version does not support."""
     found = JournalExamination()
     tail: JournalTail | None = None
     try:
@@ -212,8 +212,8 @@ def _examine_absence(path: Path, tail: JournalTail | None, found: JournalExamina
 
 
 def identify(path: Path, db: sqlite3.Connection, tail: JournalTail | None = None, is_ours: bool = False) -> int:
-    """Return the version of the journal's format. Raises Permanent if the file is undamaged but not a journal or of an
-    unsupported format, and ValueError if its header is damaged."""
+    """Return the version of the journal's format. Raises Permanent if the undamaged file is not a journal or has an
+    unsupported format, and ValueError if the file's header is damaged."""
     (identity,) = db.execute("PRAGMA application_id").fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if identity != APPLICATION_ID:
@@ -319,9 +319,9 @@ def _checksum_of(row: Row) -> int | None:
 
 def replace_damaged(path: Path, found: JournalExamination, schema: str, kind: str, at_s: float) -> None:
     """Replace a damaged journal by a new one with all readable entries, and keep the damaged files next to it. The new
-    journal's last entry records the damage and has the given `kind`. The files are exchanged at the end: a process that
-    is killed before the exchange leaves the old files, and after one that is killed during the exchange, `finish`
-    completes it. Raises OSError or sqlite3.Error if a file cannot be written."""
+    journal's last entry records the damage and has the given `kind`. The files are exchanged at the end. If the process
+    is killed before the exchange, the old files stay. If it is killed during the exchange, `finish` completes the
+    exchange. Raises OSError or sqlite3.Error if a file cannot be written."""
     with suppress(ValueError):
         told, read = read_tail(path) or JournalTail(), found.tail
         found.tail = JournalTail(max(told.generation, read.generation), max(told.sequence, read.sequence))
@@ -370,8 +370,8 @@ def replace_damaged(path: Path, found: JournalExamination, schema: str, kind: st
 
 
 def finish(path: Path) -> None:
-    """Complete the exchange of files that `replace_damaged` has prepared, if it is incomplete; otherwise only delete an
-    unfinished draft. Idempotent."""
+    """Complete the exchange of files that `replace_damaged` has prepared, if it is incomplete. Otherwise, only delete
+    an unfinished draft of the new file. The function is idempotent."""
     draft, tail = beside(path, ".new"), beside(path, ".tail.new")
     if not tail.exists():
         _remove_draft(draft)
@@ -389,8 +389,8 @@ def finish(path: Path) -> None:
 
 
 def roll_back(path: Path) -> None:
-    """Undo the incomplete write of a process that was killed while it created the journal. SQLite does so when a
-    connection that may write opens the file. Raises OSError if the files cannot be accessed."""
+    """Undo the incomplete write of a process that was killed while it created the journal. To do so, the file is opened
+    with write access, upon which SQLite rolls the write back. Raises OSError if the files cannot be accessed."""
     if path.exists() and beside(path, "-journal").exists():
         with suppress(sqlite3.DatabaseError), closing(sqlite3.connect(path)) as db:
             db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
@@ -409,8 +409,8 @@ def _remove_draft(draft: Path) -> None:
 
 
 def _readable(path: Path, guarded: bool) -> Iterator[Row]:
-    """Yield all readable entries: those before the damage in ascending order, then those after it in descending order.
-    Entries may be repeated."""
+    """Yield all readable entries. The entries before the damage are in ascending order, and the entries after it in
+    descending order. Entries may be repeated."""
     if not path.exists() or not path.stat().st_size:  # SQLite would delete the log of an empty file
         return
     for order in ("ASC", "DESC"):

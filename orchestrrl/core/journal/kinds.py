@@ -1,13 +1,13 @@
-"""The kinds of journal entries. This module does not import the journal, so that a command that only uses the kinds
-need not load SQLite."""
+"""The kinds of journal entries. This module does not import the journal, so that commands that only use the kinds do
+not load SQLite."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class EntryKind(StrEnum):
-    """The kind of a journal entry. The intent of an operation is written before any command is sent, and its result
-    once the result is known."""
+    """The kind of a journal entry. The intent of an operation is written before any command is sent. The result of the
+    operation is written as soon as it is available."""
 
     DAEMON_STARTED = "daemon.started"
     DAEMON_STOPPED = "daemon.stopped"

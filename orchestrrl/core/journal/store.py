@@ -1,18 +1,18 @@
-"""The append-only record of inputs, decisions and outcomes, in SQLite; recovery and replay read it.
+"""Read and write the journal, an append-only record of inputs, decisions and outcomes in SQLite.
 
-One process writes, which a lock file next to the journal enforces; any number of processes read. An entry is on disk
-once `append` returns and survives a killed process; a power failure may take the last few entries, but never the start
-of a generation.
+Any number of processes may read a journal, but a lock file ensures that only one process writes. An entry that `append`
+has written survives if the process is killed. A power failure may destroy the last few entries, but never the start of
+a generation.
 
-At the next start, missing or damaged data is reported (damage.py): the damaged files are kept, their readable entries
-continue in a new file, and `damage` describes it until an operator confirms it. After damage, earlier state of the
-fleet (open operations, the pause barrier, weights, engines) is not recovered, because lost entries may have changed it.
-Operators' settings are recovered as far as they are readable.
+At the next start, missing or damaged data is detected (damage.py). The damaged files are kept, their readable entries
+are copied to a new file, and `damage` describes the damage until an operator confirms it. After damage, earlier state
+of the fleet (open operations, the pause barrier, weights, engines) is not recovered, because lost entries may have
+changed it. Operators' settings are recovered as far as they are readable.
 
-The oldest entries beyond `max_entries` are dropped, except those needed for recovery: open operations, redeployments
-and weight syncs, and the latest entry of each of these: plan control, calibration, end of a deployment, mode, routes,
-barrier, engines, fabric control, pauses, packet routes, weights and damage, and per switch the latest ownership of
-circuits.
+The oldest entries beyond `max_entries` are dropped, except those needed for recovery. These are the entries of open
+operations, redeployments and weight syncs, the latest ownership of circuits of each switch, and the latest entry about
+each of these subjects: plan control, calibration, end of a deployment, mode, routes, barrier, engines, fabric control,
+pauses, packet routes, weights and damage.
 """
 
 import asyncio
@@ -157,8 +157,8 @@ class JournalReader:
         return self._read(query, *values, count)[::-1]
 
     def since(self, sequence: int, kinds: Sequence[str] = (), limit: int = 1000) -> list[JournalEntry]:
-        """Return at most `limit` entries of these kinds (by default, of all kinds) with numbers after `sequence`,
-        oldest first."""
+        """Return at most `limit` entries of these kinds (by default, of all kinds) with numbers greater than
+        `sequence`, oldest first."""
         where, values = _of_kinds(kinds)
         query = f"SELECT {_READ} FROM entries WHERE {where} AND sequence > ? ORDER BY sequence LIMIT ?"
         return self._read(query, *values, sequence, limit)
@@ -221,7 +221,9 @@ class JournalReader:
         return [entry for row in rows if (entry := self._entry(row)) is not None]
 
     def _entry(self, row: Row) -> JournalEntry | None:
-        """Convert a row to an entry. If the row is damaged, call `_damaged`, and return None if that does not raise."""
+        """Convert a row to an entry. If the row is damaged, call `_damaged`, which may raise an exception, and return
+        None.
+        """
         if not is_intact(row):
             self._damaged(f"entry {row[0]} is damaged")
             return None
@@ -316,7 +318,7 @@ class Journal(JournalReader):
         return JournalTail(self.generation, self._sequence, self._total)
 
     def _find_damage(self) -> None:
-        """Collect the damage that this start or an earlier start found and that no operator has confirmed."""
+        """Collect the damage that was found at this start or an earlier start and that no operator has confirmed."""
         marks, confirmed = self.tail(TRIED, (EntryKind.JOURNAL_DAMAGED,)), super().latest(EntryKind.JOURNAL_CONFIRMED)
         if not marks:
             return
@@ -385,7 +387,9 @@ class Journal(JournalReader):
 
     @contextmanager
     def _synchronous(self, durable: bool) -> Iterator[None]:
-        """Run the block, which writes an entry. If `durable`, the entry survives a power failure after the block."""
+        """Run the block, which writes an entry. If `durable` is True, the entry survives a power failure after the
+        block.
+        """
         if not durable:
             yield
             return
@@ -474,7 +478,7 @@ def _locked(path: Path) -> int:
 
 
 def _why_not(at_s: float, subject: str, body: Mapping[str, Any], error: Exception) -> str:
-    """Return a text with every reason why an entry cannot be written."""
+    """Return a text that lists every reason why an entry cannot be written."""
     faults = body_faults({"body": body, "subject": subject})
     if not isinstance(body, dict):
         faults.append(f"body: must be an object, got {shorten(body)}")
@@ -485,7 +489,9 @@ def _why_not(at_s: float, subject: str, body: Mapping[str, Any], error: Exceptio
 
 @contextmanager
 def _naming(path: Path, on_damage: Callable[[str], None] = lambda why: None) -> Iterator[None]:
-    """Convert SQLite's errors in the block to Permanent, with the file's name and, for damage, what to do."""
+    """Convert SQLite's errors in the block to Permanent. The message contains the file's name and, if the file is
+    damaged, instructions for the operator.
+    """
     try:
         yield
     except sqlite3.OperationalError as error:

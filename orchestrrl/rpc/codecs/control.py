@@ -1,4 +1,4 @@
-"""Write the daemon's state and decisions as messages of the Control service. Nodes do not use this module."""
+"""Convert the daemon's state and decisions to messages of the Control service. Nodes do not use this module."""
 
 import json
 from collections import Counter
@@ -193,8 +193,8 @@ def workers_to_pb(control_plane: ControlPlane, snapshot: Snapshot) -> list[pb.Wo
 
 
 def worker_to_pb(control_plane: ControlPlane, engine: EngineId) -> pb.Worker:
-    """Return the message of one engine. For a drained engine that is no longer reported, little more than the name is
-    set."""
+    """Return the message that describes one engine. For a drained engine that is no longer reported, only a few fields
+    such as the name are set."""
     snapshot = control_plane.fleet.state.snapshot(control_plane.clock.now_s())
     found = next((worker for worker in workers_to_pb(control_plane, snapshot) if worker.engine_id == engine), None)
     return found or pb.Worker(
@@ -224,7 +224,7 @@ def balance_to_pb(decision: BalanceDecision, ended_moves: Iterable[MovedRequest]
 
 
 def _with(message: _Message, **fields: Any) -> _Message:
-    """Merge these fields into the message, and return it."""
+    """Merge the given fields into the message, and return the message."""
     message.MergeFrom(type(message)(**fields))
     return message
 
@@ -276,7 +276,7 @@ def draft_to_pb(redeployment: Redeployment, stages: Sequence[Stage[RedeployStep]
 
 
 def redeployment_to_pb(report: RedeploymentReport, *, steps: bool = True) -> pb.RedeploymentReport:
-    """Convert a report. If `steps` is False, omit the steps, of which a large fleet's report has thousands."""
+    """Convert a report. If `steps` is False, omit the steps, because the report of a large fleet has thousands of them."""
     return REDEPLOYMENT.to_pb(report if steps else replace(report, steps=()))
 
 

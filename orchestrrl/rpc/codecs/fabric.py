@@ -1,4 +1,4 @@
-"""Write reports of the fabric, its windows and orders as messages."""
+"""Convert reports of the fabric, windows and orders to messages."""
 
 from collections import Counter
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Write nodes, their orders and the results as messages."""
+"""Convert nodes, their orders and the results of orders to messages and back."""
 
 from orchestrrl.core.nodes import NodeHello
 from orchestrrl.core.operations import (

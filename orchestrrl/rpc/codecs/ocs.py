@@ -1,5 +1,5 @@
-"""Write the data model of optical switches as messages. Reading an invalid message raises ValueError, naming the
-field."""
+"""Convert the data model of optical switches to messages and back. Reading an invalid message raises ValueError, with
+the name of the field."""
 
 from collections.abc import Iterable
 
@@ -111,8 +111,8 @@ def error_to_pb(error: DriverError) -> ocs_pb2.DriverError:
 
 
 def error_from_pb(pb: ocs_pb2.DriverError, device: str) -> DriverError:
-    """Return the error with this client's name of the device. If the driver process uses a different name, that name is
-    added to the message."""
+    """Convert an error. The result has the name `device`, which this client uses. If the driver process uses a
+    different name, that name is added to the message."""
     theirs = f"{pb.device}: " if pb.device and pb.device != device else ""
     kind = _ERRORS.get(pb.kind, DriverPermanent)
     if issubclass(kind, DriverFaults):

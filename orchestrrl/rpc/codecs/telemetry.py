@@ -1,4 +1,6 @@
-"""Write reports of agents and gateways as messages. Texts from engines, clients and errors are cut to fit a message."""
+"""Convert reports of agents and gateways to messages and back. Texts from engines, clients and errors are shortened to
+fit into a message.
+"""
 
 from orchestrrl.core.errors import cut
 from orchestrrl.core.nodes import GatewayEngine
@@ -24,7 +26,9 @@ MOST_MODELS = 256  # names that one engine serves
 
 
 def outside_text(text: str, most: int = MOST_OUTSIDE_CHARACTERS) -> str:
-    """Return a text from an engine, a client or an error in a form that fits a message and that the daemon accepts."""
+    """Return a text from an engine, a client or an error in a form that fits into a message and that the daemon
+    accepts.
+    """
     return cut(text.encode(errors="replace").decode(), most)
 
 
@@ -35,7 +39,9 @@ def _outside_name(text: str) -> str:
 
 
 def _state_of(message: pb.RequestProgress) -> RequestState:
-    """Return the state of a request. A request without a reported state is running if it has a token, else waiting."""
+    """Return the state of a request. A request without a reported state is running if it has a token, and waiting
+    otherwise.
+    """
     if message.state == pb.REQUEST_STATE_UNSPECIFIED and message.generated_tokens > 0:
         return RequestState.RUNNING
     return _STATE.from_pb(message.state)

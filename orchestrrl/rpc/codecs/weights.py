@@ -1,4 +1,4 @@
-"""Write reports of weight syncs as messages. Reading a state or a phase of a newer daemon raises ValueError."""
+"""Convert reports of weight syncs to messages and back. Reading a state or a phase of a newer daemon raises ValueError."""
 
 from dataclasses import replace
 
@@ -23,5 +23,5 @@ STATUS = Codec(
 
 
 def report_to_pb(report: SyncReport, *, edges: bool = True) -> pb.SyncReport:
-    """Convert a report. If `edges` is False, omit the slowest edges, as in lists of many syncs."""
+    """Convert a report. If `edges` is False, omit the slowest edges, which lists of many syncs do not need."""
     return SYNC.to_pb(report if edges else replace(report, slowest=()))

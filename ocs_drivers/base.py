@@ -1,9 +1,9 @@
 """The driver contract: the operations that the control plane requires of any optical circuit switch.
 
 This is a plug point with one module per device family, which is registered in the entry-point group
-`orchestrrl.ocs_drivers` and looked up by `registry.py`. Every driver must pass `conformance.py`. A family need not
-implement all of `OcsDriver`: it implements a `SwitchWire`, the few verbs of its protocol, and `driver.py` builds the
-contract on top. Drivers raise the errors of `errors.py`.
+`orchestrrl.ocs_drivers` and looked up by `registry.py`. Every driver must pass `conformance.py`. A family does not
+implement all of `OcsDriver`. It implements a `SwitchWire`, which has only the few basic operations of its protocol, and
+`driver.py` builds the contract on top of it. Drivers raise the errors of `errors.py`.
 """
 
 import asyncio
@@ -75,8 +75,8 @@ class OcsDriver(Protocol):
         """Return the steps of a change, including the removal of circuits that occupy its ports. Reads the device and
         changes nothing on it.
 
-        Raises InvalidChange if the change can never work on this device, and CircuitConflict if it cannot work now: a
-        port is in use or failed, or a circuit of another owner occupies a port.
+        Raises InvalidChange if the change can never work on this device. Raises CircuitConflict if it cannot work now,
+        because a port is in use or failed, or a circuit of another owner occupies a port.
         """
         ...
 
@@ -84,21 +84,22 @@ class OcsDriver(Protocol):
         """Carry out the part of the diff that is not yet in effect, then read the device to find what took effect.
 
         Raises CircuitConflict, before any command is sent, if the device is not at `expect_revision`, or if a circuit
-        to be removed is not owned by this driver. No command is sent twice: commands that did not take effect are
-        reported, not repeated. Raises DriverOutcomeUnknown only if the device could not be read after the commands.
+        to be removed is not owned by this driver. No command is sent twice. Commands that did not take effect are
+        reported and not repeated. Raises DriverOutcomeUnknown only if the device could not be read after the commands.
 
-        With `revert_in_s` the change is on trial: unless it is confirmed, the commands of this commit are reverted that
-        many seconds after the commit has ended, successfully or not. Until then every other commit raises
-        CircuitConflict. The same diff may be committed again, with `revert_in_s`, to complete it; the time until the
-        revert then starts again. The process that owns the device performs the revert, for local and remote callers. A
-        failed revert is retried, reported as an alarm, and included in the results of `cross_connects` and `verify`.
+        If `revert_in_s` is given, the change is a trial. Unless it is confirmed, the commands of this commit are
+        reverted that many seconds after the commit has ended, whether or not it succeeded. Until then, every other
+        commit raises CircuitConflict. The same diff may be committed again, with `revert_in_s`, to complete it; the
+        time until the revert then starts again. The process that owns the device performs the revert, for local and
+        remote callers. A failed revert is retried, reported as an alarm, and included in the results of
+        `cross_connects` and `verify`.
         """
         ...
 
     async def confirm(self, revision: int) -> None:
-        """Keep the change on trial. `revision` is the revision in the commit's result, or the device's present revision
-        if that result was lost or the revert failed. Confirming twice is harmless. Raises CircuitConflict if no change
-        is on trial, if the change was reverted, or if the revision differs."""
+        """Confirm the trial change, so that it is kept. `revision` is the revision in the commit's result, or the
+        device's present revision if that result was lost or the revert failed. A second confirmation has no effect.
+        Raises CircuitConflict if there is no trial change, if the change was reverted, or if the revision differs."""
         ...
 
     async def take_over(self, pairs: Sequence[CrossConnect]) -> CrossConnectReading:
@@ -114,8 +115,8 @@ class OcsDriver(Protocol):
 
     async def rollback(self, diff: CircuitDiff) -> CommitResult:
         """Restore the circuits that the diff removed and remove the circuits that it added, even if the diff was
-        applied only in part. Ends the trial of this diff. Raises CircuitConflict if another owner has taken the ports
-        since, or if another change is on trial."""
+        applied only in part. If the diff is a trial, the trial ends. Raises CircuitConflict if another owner has since
+        taken the ports, or if another change is a trial."""
         ...
 
     def watch(self) -> AsyncGenerator[SwitchEvent, None]:
@@ -124,8 +125,8 @@ class OcsDriver(Protocol):
         ...
 
     async def close(self) -> None:
-        """Close the session. In the process that owns the device, first revert any change on trial, because no process
-        could revert it later."""
+        """Close the session. In the process that owns the device, first revert a trial change if there is one, because
+        no process could revert it later."""
         ...
 
 
@@ -146,9 +147,8 @@ class Armed(Protocol):
 class Arming(Protocol):
     """An optional interface of a driver that prepares a commit in advance and starts it on a signal.
 
-    All building, connecting and reading that is possible before the signal is done before the signal, so that the
-    command reaches the device without delay. If a driver gains nothing from preparation, the caller calls `commit` at
-    the signal.
+    The driver performs as much of the work as possible before the signal, so that the command reaches the device
+    without delay. If a driver does not benefit from preparation, the caller calls `commit` at the signal.
     """
 
     async def arm(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> Armed:
@@ -174,7 +174,7 @@ class SwitchWire(Protocol):
     async def open(self) -> None: ...
 
     async def close(self) -> None:
-        """Close the session; also called on a session that is already broken."""
+        """Close the session. The method is also called if the session is already broken."""
         ...
 
     async def read_facts(self) -> SwitchFacts: ...

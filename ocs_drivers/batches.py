@@ -9,9 +9,9 @@ T = TypeVar("T")
 def fitting(
     items: Sequence[T], write: Callable[[Sequence[T]], str], longest_chars: int | None
 ) -> list[tuple[Sequence[T], str]]:
-    """Split the items into groups and return each group with the line that `write` makes of it. Groups are halved until
-    each line has at most `longest_chars` characters or its group has one item. If `longest_chars` is None, all items
-    form one group."""
+    """Split the items into groups and return each group with the line that `write` returns for it. Groups are halved
+    until each line has at most `longest_chars` characters or its group has only one item. If `longest_chars` is None,
+    all items form one group."""
     line = write(items)
     if longest_chars is None or len(line) <= longest_chars or len(items) == 1:
         return [(items, line)]

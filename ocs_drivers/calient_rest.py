@@ -1,21 +1,22 @@
 """The driver `calient_rest`: Calient S-series switches over their REST interface, TCP 80 or 443.
 
 The protocol is known from working clients, not from a manual. All paths are below `/rest`. The first request carries
-Basic authentication, and its answer contains a cookie that replaces it in later requests. `crossconnects/?id=list`
-returns rows with `half1` and, for a two-way connection, `half2`. `badd` and `bdel` take lists and answer item by item,
-`{"response": {"status": "0", ...}}`. Every answer has HTTP 200, so a failure is visible only in the body: status "1" is
-success, "0" is failure. According to the manual, a bulk set may take 200 ms, or 500 ms if the switch resolves
-conflicts; the mirrors take about 10 ms.
+Basic authentication. Its answer contains a cookie, which is sent in later requests instead. `crossconnects/?id=list`
+returns rows with `half1` and, for a two-way connection, `half2`. `badd` and `bdel` take lists, and their answers
+contain one result per item, `{"response": {"status": "0", ...}}`. Every answer has HTTP status 200, so a failure is
+visible only in the body, where status "1" means success and "0" means failure. According to the manual, a bulk set may
+take 200 ms, or 500 ms if the switch resolves conflicts. The mirrors move in about 10 ms.
 
 Ports have names, `SHELF.MODULE.PORT`, and are numbered from 1 in the order of these names. If the switch later lists
 other names, or a number of ports that differs from option `ports`, every call fails, because the numbers would refer to
-other fibres. With `dir: uni` a cross-connect is a one-way connection, and a number denotes a port's ingress on one side
-and its egress on the other. With `dir: bi` a cross-connect is a two-way connection, and the switch counts as
-any-to-any; a connection that another client made in one direction only is then shown as failed.
+other fibres. With `dir: uni`, a cross-connect is a one-way connection, and a number denotes a port's ingress on one
+side and its egress on the other. With `dir: bi`, a cross-connect is a two-way connection, and the switch is treated as
+any-to-any. A connection that another client made in one direction only is then reported as failed.
 
-Unknown: whether `ports/?id=detail` covers all ports at once (`port_source: summary` avoids it, and then no port is ever
-shown as failed); the full set of values of the states `as`, `os` and `oc` (FAIL, FLT and FAULT count as failed, OOS
-other than OOS-NP as disabled); the answer to an expired cookie (401 is assumed). The driver never uses `deleteall`.
+It is not known whether `ports/?id=detail` covers all ports at once. `port_source: summary` avoids this request, but
+then no port is reported as failed. The full set of values of the states `as`, `os` and `oc` is not known. FAIL, FLT and
+FAULT are treated as failed, and OOS other than OOS-NP as disabled. The answer to an expired cookie is assumed to be
+401. The driver never uses `deleteall`.
 """
 
 from collections.abc import Callable, Iterable, Sequence

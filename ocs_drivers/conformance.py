@@ -8,10 +8,10 @@ auto):
         async def inject(self, driver: OcsDriver, fault: Fault) -> None:
             await my_emulator.inject(fault)
 
-Each test gets its own driver. A declared capability is tested; an undeclared one must be absent: its fields stay None
-and its calls raise an error. `cannot` names what a harness cannot do with its device, such as breaking a mirror of a
-lab switch, with the reason; the tests concerned are skipped. A hook that is neither implemented nor in `cannot` fails.
-conformance_run.py runs the suite without pytest.
+Each test gets its own driver. Declared capabilities are tested. For an undeclared capability, the suite checks that its
+fields are None and that its calls raise an error. `cannot` lists the actions that are impossible on the device, such as
+breaking a mirror of a lab switch, each with the reason. Tests that need these actions are skipped. A test fails if it
+needs a hook that is neither implemented nor in `cannot`. conformance_run.py runs the suite without pytest.
 """
 
 import asyncio
@@ -94,7 +94,9 @@ async def refusal(kind: type[E], *words: str) -> AsyncIterator[list[E]]:
 
 
 async def until(driver: OcsDriver, is_so: Callable[[CrossConnectReading], bool], what: str) -> CrossConnectReading:
-    """Return the first reading that satisfies `is_so`. Raises AssertionError if no reading does within `PATIENCE_S`."""
+    """Return the first reading for which `is_so` returns True. Raises AssertionError if there is no such reading within
+    `PATIENCE_S`.
+    """
     pause_s, left_s = FIRST_PAUSE_S, PATIENCE_S
     while True:
         reading = await driver.cross_connects()
@@ -180,7 +182,7 @@ class DriverConformance:
 
     async def crossed(self, driver: OcsDriver) -> tuple[tuple[CrossConnect, CrossConnect], ...]:
         """Return two sets of two cross-connects on the same four ports, so that the second set cannot be connected
-        while the first set is."""
+        while the first set is connected."""
         one, two = await self.pairs(driver, 2)
         normal = (await driver.facts()).normal
         return (one, two), (
@@ -331,7 +333,7 @@ class DriverConformance:
         assert await connected(driver) == frozenset(pairs)
 
     async def test_empty_diff_sends_no_setter(self, driver: OcsDriver) -> None:
-        """Check that an empty list is never sent: some devices interpret an empty list as all circuits."""
+        """Check that an empty list is never sent, because some devices interpret an empty list as all circuits."""
         pairs = await self.pairs(driver, 2)
         await carry_out(driver, pairs)
         before = await self.received(driver)

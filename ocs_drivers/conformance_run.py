@@ -1,9 +1,9 @@
-"""Run the conformance suite without pytest, on a switch in a lab and on ports that its owner names.
+"""Run the conformance suite without pytest, on a lab switch and only on the given ports.
 
-The run makes and removes only circuits between those ports: every change is checked before it is sent. The ports must
-be free at the start. They are freed after each test and at the end of the run, even on an error or a cancellation;
-circuits that cannot be removed are reported. Each test has a budget of calls and of time. Steps that are impossible
-with a lab switch, such as breaking one of its mirrors, are skipped with the reason.
+Every change is checked before it is sent, so that the run makes and removes only circuits between those ports. The
+ports must be free at the start. They are freed after each test and at the end of the run, even after an error or a
+cancellation. Circuits that cannot be removed are reported. The number of calls and the duration of each test are
+limited. Steps that are impossible with a lab switch, such as breaking one of its mirrors, are skipped with the reason.
 """
 
 import asyncio
@@ -58,8 +58,8 @@ class LabTestState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LabTestOutcome:
-    """The outcome of one test. `detail` describes the failure, or states why the test was skipped; empty if the test
-    passed."""
+    """The outcome of one test. `detail` describes the failure or the reason why the test was skipped. It is empty if
+    the test passed."""
 
     name: str
     state: LabTestState
@@ -240,7 +240,7 @@ class FencedDriver:
 class LabConformance(DriverConformance):
     """The conformance suite on one existing device.
 
-    `make` returns a new driver for the device on each call; `cannot` adds entries to the suite's `cannot`.
+    `make` returns a new driver for the device on each call. The entries of `cannot` are added to those of the suite.
     """
 
     def __init__(
@@ -370,8 +370,8 @@ def tests_of(suite: type[DriverConformance]) -> list[str]:
 
 async def run_suite(suite: LabConformance, only: Collection[str] = ()) -> AsyncGenerator[LabTestOutcome]:
     """Run the tests and yield their outcomes one by one. If the ports cannot be freed after a test, that failure is the
-    last outcome and the run ends early. The ports are freed even on an exception or a cancellation; `suite.leftover`
-    has the remaining differences."""
+    last outcome and the run ends early. The ports are freed even after an exception or a cancellation. `suite.leftover`
+    contains the remaining differences."""
     if not __debug__:
         raise InvalidOptions(["the conformance suite needs assertions: start Python without -O"])
     cancelled = _cancelled()

@@ -1,5 +1,5 @@
-"""Turn a change into a diff, and a diff into the steps that remain or that revert it, without side effects. driver.py
-sends the steps."""
+"""Convert a change to a diff, and a diff to the steps that are still to be sent or that revert it, without side
+effects. driver.py sends the steps."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,10 +42,11 @@ def plan(
 ) -> CircuitDiff:
     """Return the diff that applies `change` to a device that shows `reading`.
 
-    Mode `safe` refuses a port that is in use by a circuit that the change does not itself remove; `update` evicts that
-    circuit; `overwrite` evicts every owned circuit that the change does not name. No mode removes a foreign circuit.
-    Raises InvalidChange if the change is malformed for this device, and CircuitConflict if the device's present state
-    prevents it; the error lists every fault. `device` is the device's name in suggested commands.
+    If a port is in use by a circuit that the change does not remove, mode `safe` refuses the change, and mode `update`
+    evicts that circuit. Mode `overwrite` evicts every owned circuit that the change does not name. No mode removes a
+    foreign circuit. Raises InvalidChange if the change is malformed for this device, and CircuitConflict if the
+    device's present state prevents it; the error lists every fault. `device` is the device's name in suggested
+    commands.
     """
     connect = tuple(facts.normal(pair) for pair in change.connect)
     disconnect = tuple(facts.normal(pair) for pair in change.disconnect)
@@ -95,8 +96,8 @@ def occupants(facts: SwitchFacts, present: Iterable[CrossConnect]) -> dict[tuple
 
 
 def absent_ports(facts: SwitchFacts, diff: CircuitDiff) -> list[str]:
-    """Return a fault for each port in the diff that this device does not have. Such a diff was planned on another
-    device."""
+    """Return a fault for each port in the diff that this device does not have. There are such faults if the diff was
+    planned on another device."""
     return [
         fault
         for name, pairs in (("remove", diff.remove), ("add", diff.add))
@@ -206,8 +207,8 @@ def _unusable_ports(
 def _held_otherwise(
     facts: SwitchFacts, holders: Mapping[tuple[str, int], CrossConnect], pairs: Sequence[CrossConnect]
 ) -> Iterator[tuple[str, CrossConnect, CrossConnect]]:
-    """Yield the position in the list, the occupying circuit and the listed pair, for each port of the pairs that a
-    circuit other than the pair occupies."""
+    """For each port of the pairs that is occupied by another circuit, yield the position in the list, the occupying
+    circuit and the listed pair."""
     for index, pair in enumerate(pairs):
         for end in facts.ends(pair):
             if end in holders and holders[end] != pair:

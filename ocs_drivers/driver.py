@@ -1,11 +1,11 @@
-"""The implementation of `base.OcsDriver` on top of a `base.SwitchWire`: one writer at a time, time limits, and
-verification by reading the device.
+"""Implement `base.OcsDriver` on top of a `base.SwitchWire`. The implementation serialises writers, limits the time of
+calls, and verifies changes by reading the device.
 
 Every commit begins and ends by reading the device. Unknown outcomes, setters without an answer and bulk commands that
-took effect in part are therefore handled alike: the outcome is the state that the device shows.
+took effect in part are therefore handled alike, because the outcome is always the state that the device reports.
 
 The driver reads circuits that it does not own, but sends no command for them; see ownership.py. A background task of
-the driver reverts a change on trial that is not confirmed in time.
+the driver reverts a trial change that is not confirmed within its time limit.
 """
 
 import asyncio
@@ -76,7 +76,9 @@ class DriverTimeouts:
 
 
 async def within(clock: DeviceClock, limit_s: float, work: Awaitable[T]) -> T:
-    """Return the result of `work`. If it takes longer than `limit_s` by the clock, cancel it and raise TimeoutError."""
+    """Return the result of `work`. If it takes longer than `limit_s` seconds of the clock, cancel it and raise
+    TimeoutError.
+    """
     task = asyncio.ensure_future(work)
     alarm = asyncio.ensure_future(clock.sleep(limit_s))
     try:
@@ -91,7 +93,7 @@ async def within(clock: DeviceClock, limit_s: float, work: Awaitable[T]) -> T:
 
 
 async def take_turn(clock: DeviceClock, lock: asyncio.Lock, limit_s: float) -> None:
-    """Acquire the lock. Raises TimeoutError if that takes longer than `limit_s` by the clock."""
+    """Acquire the lock. Raises TimeoutError if that takes longer than `limit_s` seconds of the clock."""
     turn = asyncio.ensure_future(lock.acquire())
     try:
         await within(clock, limit_s, turn)
@@ -308,8 +310,8 @@ class SwitchDriver:
     async def _carry_out_on_trial(
         self, diff: CircuitDiff, steps: diffs.CommandSteps, revert_in_s: float
     ) -> CommitResult:
-        """Carry out a commit on trial. The trial is recorded before the first command is sent, and its time starts when
-        the commit has ended, successfully or not."""
+        """Carry out a trial commit. The trial is recorded before the first command is sent. Its time starts when the
+        commit has ended, whether or not it succeeded."""
         self._stop_timer()
         before = self._trial or Unconfirmed(None, None)  # the same diff is committed again, to complete it
         removed, added = {*before.removed, *steps.remove}, {*before.added, *steps.add}
@@ -337,16 +339,15 @@ class SwitchDriver:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _revert_now(self) -> None:
-        """Revert the change on trial. Raises DriverRetryable if the revert fails; the change then stays on the
-        device."""
+        """Revert the trial change. Raises DriverRetryable if the revert fails; the change then stays on the device."""
         self._stop_timer()
         async with self._writing():
             if self._trial is not None and not await self._revert(self._trial):
                 raise DriverRetryable(str(self._trial), device=self.device, command="revert")
 
     async def _revert(self, trial: Unconfirmed) -> bool:
-        """Revert the change on trial and return whether the trial has ended. If the revert fails, return False, and
-        report an alarm unless the reason is the same as last time."""
+        """Revert the trial change and return whether the trial has ended. If the revert fails, return False, and report
+        an alarm unless the previous attempt failed for the same reason."""
         try:
             steps, lost = diffs.revert_steps(await self.facts(), trial, await self.cross_connects())
             result = await self._carry_out(steps, steps)
@@ -391,8 +392,8 @@ class SwitchDriver:
     async def _took_effect(self, action: Action, pairs: Sequence[CrossConnect]) -> bool:
         """Read the device in a new session, after an unknown outcome or after the device refused a command that it may
         have applied in part. Return whether the whole command took effect. A device that does not distinguish tuning
-        from tuned may list a circuit only once it is in place. A circuit that is not listed yet is therefore awaited
-        for its tuning time before it counts as absent."""
+        from tuned may list a circuit only when it is in place. Therefore, wait for the tuning time of a circuit before
+        it is considered absent."""
         is_late = action is Action.ADD and not self._wire.capabilities.tuned_state
         rest_s = min(self._limits.tune_s or inf, 10 * (await self.facts()).reconfiguration_s)
         began_s = self._clock.now_s()

@@ -1,5 +1,5 @@
-"""The errors that a driver raises. Each error names the device and the command and quotes the device's answer. Its
-class determines the caller's next step."""
+"""Define the errors that drivers raise. Each error names the device and the command and quotes the device's answer. The
+class of the error determines the caller's next step."""
 
 import os
 from collections.abc import Iterator
@@ -52,11 +52,11 @@ class DriverPermanent(DriverError):
 
 
 class DriverOutcomeUnknown(DriverError):
-    """The command may or may not have taken effect: read the device before sending another command."""
+    """The command may or may not have taken effect. The caller must read the device before it sends another command."""
 
 
 class DriverFaults(DriverPermanent):
-    """An error that lists all faults of one call, each as `path: what is wrong, got VALUE`."""
+    """An error that lists all faults of one call. Each fault has the form `path: what is wrong, got VALUE`."""
 
     def __init__(self, faults: list[str], *, device: str = "") -> None:
         super().__init__("\n".join(faults), device=device)
@@ -75,8 +75,9 @@ class InvalidOptions(DriverFaults):
 
 
 class CircuitConflict(DriverFaults):
-    """The change is well formed, but the device is not in the state it assumes: a port is in use or failed, or the
-    revision has changed. Nothing was sent. The caller should read the device and plan again."""
+    """The change is well formed, but the device is not in the state that the change assumes. For example, a port is in
+    use or failed, or the revision has changed. No command was sent. The caller should read the device and plan again.
+    """
 
 
 @contextmanager

@@ -55,8 +55,8 @@ class DeviceFault:
 
 @dataclass(frozen=True, slots=True)
 class FaultSchedule:
-    """Faults with their times in seconds since the device was switched on. A schedule is immutable: `at` returns a new
-    schedule with the given faults added."""
+    """Faults with their times in seconds since the device was switched on. A schedule is immutable. The method `at`
+    returns a new schedule that contains the given faults in addition."""
 
     due: tuple[tuple[float, DeviceFault], ...] = ()
 

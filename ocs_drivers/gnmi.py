@@ -1,8 +1,10 @@
-"""The driver `gnmi`: switches configured over gNMI, with the tables of SONiC-OCS or OpenConfig's proposed model.
+"""The driver `gnmi` for switches that are configured over gNMI, with the tables of SONiC-OCS or the model proposed to
+OpenConfig.
 
-The models, and the assumptions about each model, are documented in gnmi_sonic.py and gnmi_openconfig.py;
-gnmi_session.py has the connection. All removals of a commit are sent in one SetRequest, and all additions in a second
-one. A device that refuses a request may have carried out part of it, so the device is read back in either case.
+The models, and the assumptions about each model, are documented in gnmi_sonic.py and gnmi_openconfig.py.
+gnmi_session.py implements the connection. All removals of a commit are sent in one SetRequest, and all additions in a
+second SetRequest. The device is read after each commit, because it may have carried out a part of a request that it
+refused.
 """
 
 from ocs_drivers.base import DeviceClock
@@ -21,7 +23,7 @@ class GnmiSwitch(ConfiguredSwitch, options=GnmiOptions, wire=_wire):
 
     With `tls`, the device's certificate must be signed by `tls_ca_file` (by default, by one of the system's
     authorities) and name the host, or `tls_server_name`; `tls_cert_file` and `tls_key_file` are the client's
-    certificate and key. `user` and `password` are sent as metadata. `origin` is the origin of paths; by default, the
-    origin that the device announces (sonic) or none (openconfig). `slot` is the optical module whose ports this driver
-    controls (openconfig).
+    certificate and key. `user` and `password` are sent as metadata. `origin` is the origin of paths. By default, it is
+    the origin that the device announces for the model sonic, and no origin for openconfig. `slot`, for openconfig, is
+    the optical module whose ports this driver controls.
     """

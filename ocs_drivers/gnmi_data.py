@@ -50,8 +50,8 @@ def value_to_pb(value: object) -> Any:
 
 
 def value_from_pb(message: Any) -> Any:
-    """Convert a value message to plain data. Values in JSON are parsed; values of other kinds are returned unchanged,
-    because every leaf that the drivers read is then text or a number. Raises ValueError if JSON is malformed."""
+    """Convert a value message to plain data. Values in JSON are parsed. Values of other kinds are returned unchanged,
+    because the drivers read only texts and numbers of these kinds. Raises ValueError if JSON is malformed."""
     kind = message.WhichOneof("value")
     value = getattr(message, kind) if kind else None
     if kind in ("json_val", "json_ietf_val"):
@@ -78,7 +78,7 @@ def graft(root: dict[str, Any], elems: Path, value: Any) -> None:
 
 
 def member(data: Any, *names: str) -> Any:
-    """Return the value in a tree at the path that the names form; None if it is absent."""
+    """Return the value in a tree at the path that the given names form. Return None if the value is absent."""
     for name in names:
         data = data.get(name) if isinstance(data, Mapping) else None
     return data

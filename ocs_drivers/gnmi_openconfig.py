@@ -1,4 +1,4 @@
-"""The optical switch model proposed to OpenConfig (openconfig/public, pull request 1187), over gNMI.
+"""Read and change switches with the optical switch model proposed to OpenConfig (openconfig/public, pull request 1187).
 
 `/optical-switch/optical-switch-topology/state` describes the device: `port-connectivity` (`INGRESS_EGRESS` or
 `ANY_TO_ANY`), port counts and first indices. `/optical-switch/port-connections/port-connection[slot][port]` has the
@@ -6,11 +6,12 @@ configured connection in `config/{peer-slot,peer-port}` and the connection in ef
 `/optical-switch/port-statuses/port-status` has the states of ports. The driver treats one slot as one switch, whose
 ports are the ports of one optical module, with the device's numbers.
 
-Assumed: a connection is listed under its ingress port (or, on an any-to-any device, under either); `state` follows the
-mirrors, as applied state does in OpenConfig; the update of several entries in one SetRequest is one transaction,
-although the hardware may apply only a part of it. Unknown: the values of `port-status` (DISABLED and FAILED are
-understood; no other value makes a port unusable), and whether counts are per module or in total: if there are several
-modules, counts per module are assumed. The proposal was not merged, so devices may differ from it.
+The driver assumes that a connection is listed under its ingress port or, on an any-to-any device, under either port. It
+also assumes that `state` follows the mirrors, as applied state does in OpenConfig, and that the update of several
+entries in one SetRequest is one transaction, although the hardware may apply only a part of it. The values of
+`port-status` are not specified. Ports with the values DISABLED and FAILED are treated as unusable, and ports with other
+values as usable. If there are several modules, counts are assumed to be per module. The proposal was not merged, so
+devices may differ from it.
 """
 
 from collections.abc import Mapping, Sequence

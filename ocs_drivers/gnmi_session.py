@@ -1,9 +1,9 @@
-"""A connection to a gNMI server: Capabilities, Get, Set, Subscribe, with errors translated into driver errors. It also
-has `GnmiWire`, the base class for all data models; a subclass defines the paths of one model.
+"""Connect to a gNMI server, call its methods Capabilities, Get, Set and Subscribe, and translate errors into driver
+errors. `GnmiWire` is the base class for all data models. Each subclass defines the paths of one model.
 
-The driver uses pygnmi's generated messages but not its client: the client blocks, has no time limits for Get and Set,
-logs to standard output once it is imported, and without a CA file trusts any certificate. grpc.aio runs in the event
-loop like every other channel of the process; it needs no threads, and this module never forks the process.
+The driver uses pygnmi's generated messages but not its client. The client blocks, has no time limits for Get and Set,
+logs to standard output, and trusts any certificate if no CA file is given. grpc.aio, in contrast, runs in the event
+loop and needs no threads.
 """
 
 import asyncio
@@ -116,8 +116,8 @@ def _subscription(paths: Sequence[Path], origin: str) -> Any:
 
 
 async def _translated(command: str, call: Awaitable[T], *, is_setter: bool = False) -> T:
-    """Return the result of a gRPC call. Its errors are raised as driver errors; for a setter without a clear refusal,
-    as DriverOutcomeUnknown."""
+    """Return the result of a gRPC call. Errors of the call are raised as driver errors. If a setter fails without a
+    clear refusal, DriverOutcomeUnknown is raised."""
     try:
         return await call
     except grpc.aio.AioRpcError as error:
@@ -170,7 +170,9 @@ class GnmiWire(SwitchWire):
             await channel.close()
 
     async def tree(self, where: Path) -> Mapping[str, Any]:
-        """Read the container at a path, assembled from all updates in the answer; empty if there is no data."""
+        """Read the container at a path, and assemble it from all updates in the answer. The result is empty if there is
+        no data.
+        """
         command = f"Get {self._origin}:{shown(where)}" if self._origin else f"Get {shown(where)}"
         request = gnmi_pb2.GetRequest(path=[path_to_pb(where, self._origin)], encoding=gnmi_pb2.JSON_IETF)
         try:

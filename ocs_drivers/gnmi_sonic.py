@@ -1,4 +1,4 @@
-"""SONiC-OCS over gNMI: its tables and their meaning. The functions for names and parsing have no side effects;
+"""Read and change the tables of SONiC-OCS over gNMI. The functions for names and parsing have no side effects.
 `SonicWire` uses a session.
 
 Sources: the OCS design of sonic-net/SONiC (doc/ocs/ocs_hld.md) and the image `ocs-kvm` of sonic-ocs/sonic-buildimage,
@@ -9,10 +9,10 @@ reports the effect, has `OCS_PORT{status}` with `blocked|tuning|tuned|failed`, a
 (`connected` for tuned) and each circuit has a `status`. Both forms are read. With N ports on the A side, a circuit of A
 side port 1 and B side port 2 is 1:(N+2) here, because port 2 of each side has its own state.
 
-Assumed: deleting and updating keys of OCS_CROSS_CONNECT in one SetRequest is one transaction of the database. The
-transaction does not include the mirrors: the hardware may apply part of it, and rejected circuits may stay in
-CONFIG_DB. Here, the ports of such a circuit are in use, but the circuit is not tuned. Unknown: whether circuits in
-CONFIG_DB survive a restart (presumably only once the configuration is saved).
+The driver assumes that deleting and updating keys of OCS_CROSS_CONNECT in one SetRequest is one transaction of the
+database. The transaction does not include the mirrors, so the hardware may apply part of it, and rejected circuits may
+stay in CONFIG_DB. The driver reports the ports of such a circuit as in use, but the circuit as not tuned. It is not
+known whether circuits in CONFIG_DB survive a restart; presumably, they survive only if the configuration is saved.
 """
 
 import re
@@ -88,7 +88,7 @@ class SonicPorts:
 
 
 def sides_of(names: Iterable[str]) -> SonicPorts:
-    """Return the two sides that the listed ports form. Raises ValueError if a side has no ports, or its ports are not
+    """Return the sides that the listed ports form. Raises ValueError if a side has no ports, or its ports are not
     numbered from 1 without gaps."""
     listed = set(names)
     strange = sorted(name for name in listed if not _PORT.fullmatch(name))

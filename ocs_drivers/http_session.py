@@ -1,9 +1,9 @@
 """HTTP requests to a device, one at a time and each on a new connection, so that the outcome of each request can be
 classified.
 
-Connections are not reused: if a device closed an idle connection, a setter sent on it would be lost and its outcome
-unknown. Requests are not retried, redirects are not followed, answers are limited in size, and certificates are
-verified.
+Connections are not reused, because a setter that is sent on an idle connection is lost if the device closes the
+connection, and its outcome is then unknown. Requests are not retried, redirects are not followed, answers are limited
+in size, and certificates are verified.
 """
 
 import base64
@@ -98,8 +98,9 @@ class HttpOptions(DriverOptions):
 
 
 class HttpSession:
-    """Sends requests to one device. With `cookies`, requests carry the device's session cookie instead of the password,
-    once the device has sent a cookie. When the device no longer accepts the cookie, the password is sent again."""
+    """Sends requests to one device. If `cookies` is True, requests carry the device's session cookie instead of the
+    password as soon as the device has sent a cookie. When the device no longer accepts the cookie, the password is sent
+    again."""
 
     def __init__(self, options: HttpOptions, clock: DeviceClock, *, cookies: bool = False) -> None:
         self._options = options
@@ -141,7 +142,7 @@ class HttpSession:
         headers: Mapping[str, str] | None = None,
         is_setter: bool = False,
     ) -> DeviceResponse:
-        """Send a request and return the response, whatever its status. `content` is sent as JSON.
+        """Send a request and return the response, regardless of its status. `content` is sent as JSON.
 
         Raises DriverRetryable if the request certainly had no effect, DriverOutcomeUnknown if a setter was sent and not
         answered, and DriverPermanent if the peer has an untrusted certificate or does not use HTTP.
@@ -263,9 +264,9 @@ def _refuse_constant(text: str) -> NoReturn:
 def read_answer(
     answer: DeviceResponse, command: str, parse: Callable[[object], T], *, is_setter: bool = False, text: str = ""
 ) -> T:
-    """Return `parse` applied to the JSON of the response; an empty body counts as an empty list. Raises errors as
-    `check_status` does. For an invalid answer, raises DriverOutcomeUnknown if the request was a setter, and
-    DriverPermanent if not."""
+    """Return `parse` applied to the JSON of the response. An empty body is treated as an empty list. Raises errors as
+    `check_status` does. If the answer is invalid, raises DriverOutcomeUnknown for a setter and DriverPermanent for any
+    other request."""
     check_status(answer, command, is_setter, text)
     try:
         return parse(parse_json(answer.body) if answer.body.strip() else [])

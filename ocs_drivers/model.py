@@ -1,4 +1,5 @@
-"""The data model of optical circuit switches: ports, cross-connects, changes and their results. Values are frozen.
+"""Define the data model of optical circuit switches: ports, cross-connects, changes and their results. Values are
+frozen.
 
 Ports have the device's numbers. An `ingress_egress` device may use the same numbers on both sides (Calient) or number
 the egress ports after the ingress ports (Polatis); `SwitchFacts` has the range of each side.
@@ -29,8 +30,9 @@ class BootBehaviour(StrEnum):
 
 
 class ChangeMode(StrEnum):
-    """The treatment of a port that a change needs and another circuit uses: refuse the change, evict that circuit, or
-    evict all circuits that the change does not name. Only circuits owned by this driver are evicted."""
+    """The treatment of a port that a change needs and that another circuit uses. The driver refuses the change, evicts
+    that circuit, or evicts all circuits that the change does not name. Only circuits owned by this driver are evicted.
+    """
 
     SAFE = "safe"
     UPDATE = "update"
@@ -127,8 +129,8 @@ class SwitchFacts:
         return len({*self.ingress_ports, *self.egress_ports})
 
     def normal(self, pair: CrossConnect) -> CrossConnect:
-        """Return the cross-connect in canonical form: on an any-to-any device with the smaller port first, otherwise
-        unchanged."""
+        """Return the cross-connect in canonical form. On an any-to-any device, the smaller port is first. On other
+        devices, the cross-connect is unchanged."""
         if self.connectivity is Connectivity.ANY_TO_ANY and pair.ingress_port > pair.egress_port:
             return pair.turned
         return pair
@@ -143,8 +145,8 @@ class SwitchFacts:
 
 @dataclass(frozen=True, slots=True)
 class SwitchCapabilities:
-    """The capabilities of a driver on its device. The conformance suite tests every declared capability. Callers must
-    not rely on undeclared capabilities."""
+    """The capabilities that a driver declares for its device. The conformance suite tests every declared capability.
+    Callers must not rely on undeclared capabilities."""
 
     bulk: bool = False  # one command carries many cross-connects
     tuned_state: bool = False  # distinguishes tuning from tuned; otherwise every listed circuit counts as tuned
@@ -173,7 +175,7 @@ class DeviceCircuit:
 
 @dataclass(frozen=True, slots=True)
 class Unconfirmed:
-    """A change on trial: it is reverted at `until_s` unless it is confirmed before."""
+    """A trial change. It is reverted at the time `until_s` unless it is confirmed before then."""
 
     # the revision a confirmation must name; None: the device's state after the commit is not known
     revision: int | None
@@ -260,8 +262,8 @@ class CircuitDiff:
 
 @dataclass(frozen=True, slots=True)
 class CrossConnectResult:
-    """The outcome of one addition or removal. Times are seconds since the commit began; None if the state was not
-    reached or the time is unknown.
+    """The outcome of one addition or removal. Times are seconds since the commit began. A time is None if the state was
+    not reached or the time is unknown.
 
     Three times are distinguished, because an accepted command does not imply that light passes: commanded (the device
     accepted the command), tuned (the device shows the circuit in place), and link up (light arrives at the far end).
@@ -278,7 +280,7 @@ class CrossConnectResult:
 
 @dataclass(frozen=True, slots=True)
 class CommitResult:
-    """The result of a commit, as read from the device afterwards. It never relies on an acknowledgement alone."""
+    """The result of a commit, as read from the device afterwards. It is never based on an acknowledgement alone."""
 
     items: tuple[CrossConnectResult, ...]
     revision: int  # of the device after the commit
@@ -303,8 +305,8 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """True if all circuits that the diff adds are in place and all that it removes are gone. `dark` circuits do not
-        make it False, because light also depends on both hosts."""
+        """True if all circuits that the diff adds are in place and all circuits that it removes are gone. `dark`
+        circuits do not make the value False, because light also depends on both hosts."""
         return not (self.missing or self.lingering or self.untuned)
 
 

@@ -1,14 +1,16 @@
-"""The driver `netconf`: Polatis switches by their YANG model over NETCONF (RFC 6241), SSH port 830, with ncclient.
+"""The driver `netconf` for Polatis switches, which uses their YANG model over NETCONF (RFC 6241, SSH port 830).
 
-Assumed, in addition to polatis_yang.py: the <hello> contains the revision of module `optical-switch`; cross-connects
-are edited in `running`, as working clients do, or, if only `candidate` is writable, in `candidate` under a lock,
-followed by a commit; one <edit-config> carries many pairs. Each pair is marked `merge` or `delete` and the default
-operation is `none`: only named pairs can change, and no request replaces or deletes the collection.
+In addition to the assumptions in polatis_yang.py, the driver assumes that the <hello> contains the revision of module
+`optical-switch`, and that one <edit-config> can carry many pairs. Cross-connects are edited in `running`, as working
+clients do. If only `candidate` is writable, they are edited in `candidate` under a lock and then committed. Each pair
+is marked `merge` or `delete` and the default operation is `none`, so only named pairs can change, and no request
+replaces or deletes the collection.
 
-Unknown, and not relied upon: whether an edit is atomic (its effect is read back), whether the mirrors are in place when
-a pair is listed (`tuned_state` is not declared; a pair counts as tuned when the stated time has passed), and whether
-`:confirmed-commit` works. Events are not declared: there is a notification stream (RFC 5277), but it carries power and
-system alarms; cross-connects appear only in the free text of an activity log that an administrator must enable.
+It is not known whether an edit is atomic, so its effect is read back. It is not known whether the mirrors are in place
+when a pair is listed, so `tuned_state` is not declared, and a pair is considered tuned when the stated time has passed.
+The driver does not use `:confirmed-commit`. Events are not declared, because the notification stream (RFC 5277) carries
+only power and system alarms. Cross-connects appear only in the free text of an activity log that an administrator must
+enable.
 
 Each session runs in a separate thread, because ncclient is synchronous and must not block the event loop. If a caller
 is cancelled, the thread keeps waiting until `close` shuts down its connection. Other sessions are not affected, because
@@ -61,9 +63,9 @@ BUSY_TAGS = frozenset({"lock-denied", "in-use", "resource-denied"})
 
 
 class NetconfOptions(DriverOptions):
-    """Options of the driver `netconf`. If `revision` is empty, the announced revision is used; if `size` is empty, the
-    size in the model name. The device is authenticated by `host_key` (base64) if given, otherwise by the file
-    `known_hosts` (by default the user's known_hosts file)."""
+    """Options of the driver `netconf`. If `revision` is empty, the announced revision is used. If `size` is empty, the
+    size in the model name is used. The device is authenticated by `host_key` (base64) if it is given, and otherwise by
+    the file `known_hosts`, which is by default the user's known_hosts file."""
 
     address: Address
     user: FilledText = "admin"
@@ -82,8 +84,9 @@ class NetconfOptions(DriverOptions):
 
 
 class PromptSession(SSHSession):  # type: ignore[misc]  # ncclient is not typed
-    """ncclient's session with two differences. Messages are sent at once, whereas ncclient polls for them every 0.1 s,
-    which is four times the time that a piezo switch takes to move. Known hosts are read from a single file."""
+    """A session of ncclient with two differences. Messages are sent at once, whereas ncclient polls for messages to
+    send every 0.1 s, which is four times the time that a piezo switch takes to move. Known hosts are read from a single
+    file."""
 
     def __init__(self, known_hosts: str) -> None:
         super().__init__(make_device_handler(None))
@@ -337,7 +340,7 @@ def _edit_candidate(manager: Any, config: str, how: dict[str, str]) -> None:
 
 
 async def _translated(command: str, work: Awaitable[T], *, is_setter: bool = False) -> T:
-    """Return the result of `work`. Its errors are raised as driver errors."""
+    """Return the result of `work`. Errors of `work` are raised as driver errors."""
     try:
         return await work
     except RpcRefused as error:

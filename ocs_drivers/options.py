@@ -1,4 +1,5 @@
-"""The options of a driver as a pydantic model: every fault is reported at once, with its path and value.
+"""Validate the options of a driver with a pydantic model. All faults are reported at once, each with its path and
+value.
 
 A device family declares its options as a subclass of `DriverOptions`, and names that class in its subclass of
 `ConfiguredSwitch`.

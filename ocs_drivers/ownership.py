@@ -1,5 +1,4 @@
-"""Record which cross-connects of a device a driver owns: those that it made or took over by name. Has no side effects
-outside the record."""
+"""Record which cross-connects of a device a driver owns. It owns those that it made or took over by name."""
 
 from collections.abc import Iterable
 from dataclasses import replace

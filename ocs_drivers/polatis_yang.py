@@ -1,14 +1,15 @@
-"""The YANG models of Polatis switches, for RESTCONF and NETCONF: names, statuses, port numbers, and the operations that
-read the switch.
+"""Read Polatis switches by their YANG models, for RESTCONF and NETCONF, and convert their names, statuses and port
+numbers.
 
 Data from either protocol has the structure of RFC 7951's JSON. Every function that reads data accepts any parsed JSON
 and raises ValueError with the reason if it is invalid.
 
-Modules `optical-switch` and `polatis-switch`, as published in opennetworkinglab/onos under models/polatis (revisions
-2017-08-04 and 2018-03-22, 2018-01-19). Assumed: the list of cross-connects is called `pairs` before revision 2017-08-04
-(as in onos' driver), which also has no `port-config`; ports are numbered 1..N on the ingress side and N+1..N+M on the
-egress side. Unknown: how a switch reports N and M. No leaf contains them, so they are read from the model name
-(`I-OST-24x24-LU1-DMHNS`; `..576xCC..` for any-to-any). If that does not fit the ports, the user must set them.
+The models are the modules `optical-switch` and `polatis-switch`, as published in opennetworkinglab/onos under
+models/polatis (revisions 2017-08-04 and 2018-03-22, 2018-01-19). As in onos' driver, revisions before 2017-08-04 are
+assumed to call the list of cross-connects `pairs` and to have no `port-config`. Ports are assumed to be numbered 1..N
+on the ingress side and N+1..N+M on the egress side. No leaf contains N and M, so they are read from the model name,
+such as `I-OST-24x24-LU1-DMHNS` or, for any-to-any, `..576xCC..`. If the model name does not match the ports, the user
+must set the size.
 """
 
 import re
@@ -95,8 +96,8 @@ def parse_size(text: str) -> Sides | None:
 
 
 def sides(model_name: str, ports: Collection[int], size: str | None = None) -> Sides:
-    """Return the connectivity, ingress ports and egress ports, according to the user's `size` if given, otherwise to
-    the model name.
+    """Return the connectivity, ingress ports and egress ports according to the user's `size` or, if it is empty, to the
+    model name.
 
     Raises DriverPermanent if the text contains no size, or a size that does not match the ports that the switch lists.
     """
@@ -148,7 +149,7 @@ def parse_status(value: object) -> PortStatus:
 
 
 def parse_power(value: object) -> float:
-    """Parse a `floatFormat2d` in dBm, given as a number or as text, the form of a decimal64 in JSON (RFC 7951). Raises
+    """Parse a `floatFormat2d` in dBm, given as a number or, like a decimal64 in JSON (RFC 7951), as text. Raises
     ValueError if it is not a decimal number."""
     if (
         isinstance(value, bool)
@@ -160,7 +161,7 @@ def parse_power(value: object) -> float:
 
 
 def information(data: object) -> dict[str, str] | None:
-    """Return the leaves of `product-information` by name, with "" for missing leaves; None if the container is
+    """Return the leaves of `product-information` by name, with "" for missing leaves. Return None if the container is
     missing."""
     container = found(data, "product-information")
     if container is None:

@@ -1,5 +1,5 @@
-"""Track the progress of one commit: commands sent, circuits in place, and the result. Has no side effects; driver.py
-sends the commands."""
+"""Track the progress of one commit: the commands sent, the circuits in place, and the result. driver.py sends the
+commands."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -46,8 +46,8 @@ class CommitProgress:
         self._errors.update(dict.fromkeys(pairs, text))
 
     def note(self, reading: CrossConnectReading, now_s: float) -> tuple[bool, bool]:
-        """Record the circuits that are now in place. Return whether the commit must wait for another circuit, and
-        whether a circuit is in place but gets no light."""
+        """Record the circuits that are now in place. Return two values: whether the commit must wait for another
+        circuit, and whether a circuit is in place but receives no light."""
         seen = {circuit.cross_connect: circuit for circuit in reading.circuits}
         at_s = now_s - self.started_s
         waiting = dark = False
@@ -66,8 +66,8 @@ class CommitProgress:
         return waiting, dark
 
     def gone(self, seen: Iterable[CrossConnect]) -> frozenset[CrossConnect]:
-        """Return the pairs of the steps that the device does not show and that will not appear later: they were
-        removed, or the device did not accept the command for them."""
+        """Return the pairs of the steps that the device does not show and that will not appear later, because they were
+        removed or the device did not accept the command for them."""
         refused = (pair for pair in self.steps.add if pair not in self._commanded_s)
         return frozenset((*self.steps.remove, *refused)).difference(seen)
 
@@ -94,7 +94,7 @@ class CommitProgress:
         )
 
     def _note_circuit(self, circuit: DeviceCircuit, at_s: float) -> bool:
-        """Record the circuit's times, and return whether it is in place but gets no light."""
+        """Record the circuit's times, and return whether it is in place but receives no light."""
         if circuit.state is not CircuitState.TUNED:
             return False
         self._tuned_s.setdefault(circuit.cross_connect, at_s)

@@ -1,4 +1,4 @@
-"""The driver `restconf`: Polatis switches by their YANG model over RESTCONF (RFC 8040), TCP 8008.
+"""The driver `restconf` for Polatis switches, which uses their YANG model over RESTCONF (RFC 8040, TCP port 8008).
 
 The protocol is known from working clients, not from a manual:
 `/api/data/optical-switch:cross-connects[/pair=<ingress>]`, Basic authentication, `application/yang-data+json`. If there
@@ -20,10 +20,10 @@ Methods to set circuits (`change_with`):
 The driver never uses PUT of the collection, which replaces it and removes circuits that other clients connected since
 the last reading, nor DELETE of the collection. A pair is deleted by its ingress port.
 
-Unknown: whether these switches support YANG Patch, and the result of a patch when mirrors fail; whether a pair is
-listed before its mirrors are in place (it counts as tuned after the stated time at the earliest); whether
-`yang-library` is at this path (`yang_revision` replaces it). A public lab tool reports that circuits set by POST vanish
-after seconds.
+It is not known whether these switches support YANG Patch, nor what the result of a patch is if mirrors fail. A pair may
+be listed before its mirrors are in place, so it is considered tuned after the stated time at the earliest. The option
+`yang_revision` can be used if `yang-library` is at another path. A public lab tool reports that circuits set by POST
+vanish after seconds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -152,8 +152,8 @@ class RestconfWire(yang.PolatisWire):
         await self._set("PATCH", COLLECTION, content, YANG_PATCH_TYPE)
 
     async def _get(self, path: str) -> dict[str, object]:
-        """Read a resource; empty if the switch does not have it. Raises a driver error if the request fails or the
-        answer lacks the container."""
+        """Read a resource. The result is empty if the switch does not have the resource. Raises a driver error if the
+        request fails or the answer lacks the container."""
         answer = await self._session.request("GET", self._root + path, headers={"Accept": MEDIA_TYPE})
         if answer.status == 204 or (answer.status == 404 and _errors(answer)):
             return {}

@@ -1,8 +1,9 @@
-"""The driver `scpi`: switches of HUBER+SUHNER Polatis, and DiCon's GP750 and MXS with the profile `dicon`, on TCP 5025.
+"""The driver `scpi` for HUBER+SUHNER Polatis switches, and for DiCon's GP750 and MXS with the profile `dicon`, on TCP
+port 5025.
 
-Assumed, from working client code: the lines of scpi_text.py; ingress ports 1..N and egress ports N+1..N+M, from
-`size?`; setters that return no answer and put their errors into a queue; `conn:add` with lists, which leaves other
-connections unchanged; a listed connection is in place.
+The driver assumes the following, based on working client code. The lines have the form in scpi_text.py. Ingress ports
+are 1..N and egress ports N+1..N+M, with N and M from `size?`. Setters return no answer and put their errors into a
+queue. `conn:add` with lists leaves other connections unchanged. A listed connection is in place.
 
 Not verified, and how the driver handles it:
 
@@ -86,7 +87,9 @@ DIALECTS = {
 
 
 class ScpiOptions(DriverOptions):
-    """Options of the driver `scpi`. Without `ingress_ports` and `egress_ports`, the device is queried for its size."""
+    """Options of the driver `scpi`. If `ingress_ports` and `egress_ports` are not set, the driver queries the device
+    for its size.
+    """
 
     address: Address
     profile: ScpiProfile = ScpiProfile.POLATIS
@@ -274,7 +277,7 @@ class ScpiWire(SwitchWire):
 
 class ScpiSwitch(ConfiguredSwitch, options=ScpiOptions, wire=ScpiWire):
     """The driver `scpi`. `ingress_ports` and `egress_ports`, `FIRST..LAST`, are for devices that do not answer `size?`.
-    `port_states` false is for devices that do not answer `port:stat?`: all ports are then assumed to be enabled."""
+    Set `port_states` to false for devices that do not answer `port:stat?`. All ports are then assumed to be enabled."""
 
 
 def _port_range(value: object) -> range:

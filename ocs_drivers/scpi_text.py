@@ -109,8 +109,8 @@ def read_port_states(line: str, count: int) -> list[PortStatus]:
 
 
 def read_complaint(line: str) -> str:
-    """Parse an entry of the error queue: return `-113 Undefined header` for `-113,"Undefined header"`, and "" for
-    `0,"No error"`, which marks the end of the queue."""
+    """Parse an entry of the error queue. Return, for example, `-113 Undefined header` for `-113,"Undefined header"`.
+    Return "" for `0,"No error"`, which marks the end of the queue."""
     parts = _ERROR.fullmatch(line)
     if not parts:
         raise ValueError('must be an entry of the error queue, 0,"No error"')

@@ -1,4 +1,5 @@
-"""Determine by the clock which circuits are tuned, for devices that list a cross-connect as soon as it is commanded.
+"""Determine from elapsed time which circuits are tuned, for devices that list a cross-connect as soon as it is
+commanded.
 
 Until the vendor's stated time has passed since the command, the mirrors are considered to be moving.
 """

@@ -1,7 +1,7 @@
-"""The driver `tl1`: optical circuit switches with a TL1 interface, in the dialects of three vendors.
+"""The driver `tl1` for optical circuit switches with a TL1 interface, in the dialects of three vendors.
 
-tl1_wire.py has the parts that all dialects share. Each dialect is implemented in a separate file: tl1_polatis.py,
-tl1_calient.py, tl1_glimmerglass.py, which also state what is known and what is assumed.
+tl1_wire.py has the parts that all dialects share. tl1_polatis.py, tl1_calient.py and tl1_glimmerglass.py implement the
+dialects, and document the sources and assumptions.
 """
 
 from ocs_drivers.base import DeviceClock

@@ -1,15 +1,16 @@
-"""Calient's S-series in TL1: one-way connections from any port's input to any port's output, one command each.
+"""Implement the TL1 dialect of Calient's S-series, with one command for each one-way connection from a port's input to
+a port's output.
 
-Known from working clients: `ENT-CRS::<src>,<dst>:<ctag>::<group>,1WAY` provisions a connection and `ACT-CRS` activates
-it; `CANC-CRS` deactivates and `DLT-CRS` deletes it, by its name `<src>><dst>`. RTRV-CRS reports AS=UMA,OS=RDY for a
-provisioned connection, AS=IS,OS=IS,OC=OK for a working one, OC=FAIL for a failed one. Ports have names such as `1.1.1`,
-or numbers on some releases. RTRV-PORT-SUM reports power and RTRV-PORT the state of each side, in either case for all
-ports if port 0 is requested.
+The following is known from working clients. `ENT-CRS::<src>,<dst>:<ctag>::<group>,1WAY` provisions a connection and
+`ACT-CRS` activates it. `CANC-CRS` deactivates and `DLT-CRS` deletes it, by its name `<src>><dst>`. RTRV-CRS reports
+AS=UMA,OS=RDY for a provisioned connection, AS=IS,OS=IS,OC=OK for a working connection, and OC=FAIL for a failed
+connection. Ports have names such as `1.1.1`, or numbers on some releases. RTRV-PORT-SUM reports power and RTRV-PORT the
+state of each side, in either case for all ports if port 0 is requested.
 
-Unverified: the value of OS while mirrors move (anything but IS is treated as moving); that OOS-MA means disabled by an
-operator; that ALW-MSG reverses INH-MSG; reports on connections (a line with a connection's name is treated as one); and
-that the natural order of the port names never changes: this order determines the port numbers, so a change of the list
-is an error. The option `port_names` sets the numbers explicitly.
+The following is not verified. Any value of OS except IS is assumed to mean that mirrors are moving, and OOS-MA that an
+operator has disabled the port. ALW-MSG is assumed to reverse INH-MSG. A reported line with a connection's name is
+treated as a report on that connection. The natural order of the port names determines the port numbers, so a change of
+the list of ports is an error. The option `port_names` sets the numbers explicitly.
 
 A connection that is provisioned but not activated is not reported as a circuit, because no light passes. It is deleted
 if this driver owns it and it occupies a needed port. The driver owns such a connection if it provisioned it, or if the
@@ -203,8 +204,8 @@ class CalientTl1Wire(Tl1Wire):
         return [there, CrossConnect(destination, source)] if connection.is_two_way else [there]
 
     async def _make_way(self, source: str, destination: str) -> bool:
-        """Delete this driver's connections on these ports that were provisioned but not activated, left over from an
-        interrupted change. Return whether a connection was deleted."""
+        """Delete this driver's connections on these ports that were provisioned but not activated. They may be left
+        over from an interrupted change. Return whether a connection was deleted."""
         stale = [
             connection
             for connection in await self._connections()

@@ -1,9 +1,9 @@
 """Parse a TL1 byte stream into messages, without side effects. tl1_session.py implements the connection.
 
-A message is a line of identification, lines of text, and a terminator at the start of a line: `;` ends the message, `>`
-or `<` ends a part of it. Other data may surround messages: prompts, echoed commands, banners, terminal control
-sequences. Autonomous messages may come between the parts of a reply, and even between its lines; they are recognized in
-either place.
+A message consists of a line of identification, lines of text, and a terminator at the start of a line. The terminator
+`;` ends the message, and `>` or `<` ends a part of it. Other data may surround messages: prompts, echoed commands,
+banners, terminal control sequences. Autonomous messages may come between the parts of a reply, and even between its
+lines; they are recognized in either place.
 """
 
 import re
@@ -26,9 +26,9 @@ _LINE_END = re.compile(r"[\r\n]")
 
 @dataclass(slots=True)
 class Tl1Message:
-    """A reply to one command, with its parts joined; an autonomous message; or an acknowledgement. A reply follows the
-    acknowledgements IP (in progress), PF (printout follows) and OK (begun). No reply follows NA (it is not known
-    whether the command was carried out), NG (no good) and RL (repeat later)."""
+    """A message from the device: a reply to one command, with its parts joined, an autonomous message, or an
+    acknowledgement. A reply follows the acknowledgements IP (in progress), PF (printout follows) and OK (begun). No
+    reply follows NA (it is not known whether the command was carried out), NG (no good) and RL (repeat later)."""
 
     kind: str  # REPLY; A or an alarm (*C critical, ** major, *^ minor) of a report; the code of an acknowledgement
     tag: str  # the CTAG of the command; for a report, its own tag
@@ -76,7 +76,7 @@ class Tl1Framer:
 
     @property
     def line_so_far(self) -> str:
-        """The text received after the last line end. If the device waits for a command, this is its prompt."""
+        """The text received after the last line end. If the device waits for a command, this text is the prompt."""
         return self._rest
 
     def feed(self, data: bytes) -> list[Tl1Message]:

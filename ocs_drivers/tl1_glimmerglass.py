@@ -1,13 +1,14 @@
-"""Glimmerglass in TL1: connections from input n (10000 + n on the wire) to output m (20000 + m), in bulk.
+"""Implement the TL1 dialect of Glimmerglass switches. Commands denote input n as 10000 + n and output m as 20000 + m.
 
-Known from working clients: ent-crs-fiber and dlt-crs-fiber with `&` lists; rtrv-crs-fiber with `all`, which lists every
-input, with OPORTID=0 if it is not connected, and CONNSTATE=steady for a working connection, fault for a failed one;
-RTRV-CFG-FIBER with PORTHEALTH good or bad and PORTPRIV 0x0 for a port that must not be used; rtrv-port-power with
-PORTPOWER; and rtrv-system-info with LicensedPortMatrix, SerialNumber, ChassisType and SoftwareActiveVersion.
+The following is known from working clients. ent-crs-fiber and dlt-crs-fiber accept `&` lists. rtrv-crs-fiber with `all`
+lists every input, with OPORTID=0 if it is not connected. CONNSTATE is steady for a working connection and fault for a
+failed connection. RTRV-CFG-FIBER reports PORTHEALTH good or bad, and PORTPRIV 0x0 for a port that must not be used.
+rtrv-port-power reports PORTPOWER. rtrv-system-info reports LicensedPortMatrix, SerialNumber, ChassisType and
+SoftwareActiveVersion.
 
-Unverified: the value of CONNSTATE while mirrors move (anything but steady and fault is treated as moving); the form of
-all reports (a line with IPORTID and OPORTID is treated as a report on a connection); how long mirrors move; the state
-of connections after a restart; whether the list of dlt-crs-fiber has a limit.
+The following is not verified. Any value of CONNSTATE except steady and fault is assumed to mean that mirrors are
+moving. A reported line with IPORTID and OPORTID is treated as a report on a connection. It is not known how long
+mirrors move, whether connections survive a restart, and whether the list of dlt-crs-fiber has a limit.
 """
 
 from collections.abc import Sequence

@@ -1,14 +1,15 @@
-"""Polatis (HUBER+SUHNER) in TL1: patches from ingress 1..N to egress N+1..N+M, in bulk.
+"""Implement the TL1 dialect of Polatis (HUBER+SUHNER) switches, with bulk patches from ingress 1..N to egress N+1..N+M.
 
-Known from working clients: ENT-PATCH with `&` lists, DLT-PATCH by ingress port, RTRV-PATCH lines `11,28`,
-RTRV-PORT-SHUTTER lines `1:OPEN` and `1:CLOSED`, RTRV-NETYPE `vendor,model,type,version`, RTRV-EQPT for SIZE of SYSTEM
-and MODE of BOOT, RTRV-INV of OCS for the serial number, RTRV-PORT-POWER lines `1:-3.2`, RLS-ARC-EQPT and OPR-ARC-EQPT
-of REPMGR to enable and suppress reports, and a report that reads `Port 1 disabled`.
+The following is known from working clients. ENT-PATCH accepts `&` lists, and DLT-PATCH removes a patch by its ingress
+port. RTRV-PATCH returns lines such as `11,28`, RTRV-PORT-SHUTTER lines such as `1:OPEN` and `1:CLOSED`, and
+RTRV-PORT-POWER lines such as `1:-3.2`. RTRV-NETYPE returns `vendor,model,type,version`. RTRV-EQPT returns the SIZE of
+SYSTEM and the MODE of BOOT, and RTRV-INV of OCS the serial number. RLS-ARC-EQPT and OPR-ARC-EQPT of REPMGR enable and
+suppress reports. An example of a report is `Port 1 disabled`.
 
-Unverified: the size of any-to-any devices (read as `32xCC`); a shutter state other than OPEN and CLOSED (treated as a
-failed port); the form of RTRV-INV's line (its last field is used); reports on patches (a line with `11,28` is treated
-as a report on a patch); the longest accepted line; whether RTRV-PATCH lists a patch while its mirrors move (a listed
-patch is assumed to be in place).
+The following is not verified. The size of any-to-any devices is assumed to have the form `32xCC`. A port with a shutter
+state other than OPEN and CLOSED is treated as failed. The last field of RTRV-INV's line is used. A reported line such
+as `11,28` is treated as a report on a patch. A patch that RTRV-PATCH lists is assumed to be in place. The longest
+accepted line is not known.
 """
 
 import re
@@ -103,15 +104,15 @@ class PolatisTl1Wire(Tl1Wire):
         return EventKind.ALARM, None, None
 
     async def _if_known(self, command: str) -> str:
-        """Send a query and return the first line of the answer; "" if the device refuses the query."""
+        """Send a query and return the first line of the answer, or "" if the device refuses the query."""
         try:
             return next(iter(await self.ask(command)), "")
         except Tl1Denied:
             return ""
 
     def _in_order(self, one: int, other: int) -> CrossConnect:
-        """Return the two ports as a cross-connect with the ingress port first, in whichever order the device lists
-        them."""
+        """Return the two ports as a cross-connect with the ingress port first, regardless of the order in which the
+        device lists them."""
         if self.ingress != self.egress and one in self.egress and other in self.ingress:
             return CrossConnect(other, one)
         return CrossConnect(one, other)

@@ -1,4 +1,4 @@
-"""One TCP connection to a TL1 device, which sends commands, matches replies to commands by CTAG, and forwards
+"""Communicate with a TL1 device over one TCP connection: send commands, match replies to commands by CTAG, and forward
 reports."""
 
 import asyncio
@@ -53,7 +53,7 @@ class Tl1Session:
         self._reading = asyncio.create_task(self._read(reader))
 
     async def prompt(self, text: str) -> None:
-        """Wait until the device shows this prompt. Raises DriverRetryable if the connection breaks before."""
+        """Wait until the device shows this prompt. Raises DriverRetryable if the connection breaks during the wait."""
         while not self._framer.line_so_far.rstrip().endswith(text):
             if self.lost:
                 raise DriverRetryable(f"the connection broke before the prompt: {self.lost}", after_s=0.0)
@@ -62,9 +62,9 @@ class Tl1Session:
 
     async def execute(self, command: str, *, is_setter: bool = False, shown: str = "") -> Tl1Message:
         """Send a command, with `<ctag>` replaced by a new tag, and return its reply. Raises Tl1Denied if the device
-        refuses it, and DriverPermanent if it cannot be carried out in the device's present state. If a setter may have
-        been carried out, raises DriverOutcomeUnknown; in other cases without a reply, DriverRetryable. `shown` replaces
-        the command in errors."""
+        refuses it, and DriverPermanent if it cannot be carried out in the device's present state. If there is no reply,
+        raises DriverOutcomeUnknown if a setter may have been carried out, and DriverRetryable otherwise. Errors contain
+        `shown` instead of the command."""
         ctag = next(self._ctag)
         line = command.replace("<ctag>", ctag, 1)
         shown = shown or line

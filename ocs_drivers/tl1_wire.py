@@ -1,8 +1,8 @@
-"""The parts that the drivers of all TL1 switches share: options, sessions, login, reports, and bulk commands split into
-lines.
+"""Implement the common parts of the drivers of all TL1 switches: options, sessions, login, reports, and bulk commands
+that are split into lines.
 
-For each vendor, a separate file has a subclass of `Tl1Wire` with the vendor's commands, and states what is known and
-what is assumed about them.
+For each vendor, a separate file has a subclass of `Tl1Wire` with the vendor's commands, and documents the sources and
+assumptions.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class DialectName(StrEnum):
 
 
 class Tl1Messages(StrEnum):
-    """The treatment of autonomous messages. They never interfere with replies, whatever the setting."""
+    """The treatment of autonomous messages. They do not interfere with replies in any of these settings."""
 
     AS_IS = "as_is"  # keep the device's setting, and discard the messages
     SILENCE = "silence"  # request that the device sends none

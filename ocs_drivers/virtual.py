@@ -1,6 +1,8 @@
-"""The driver `virtual`: an emulated switch in the driver's own process; see emulators/base.py.
+"""The driver `virtual`, which drives an emulated switch in the driver's own process. emulators/base.py implements the
+switch.
 
-`VirtualSwitchWire` is a session with an `EmulatedDevice`, which outlives every session and every driver.
+`VirtualSwitchWire` is a session with an `EmulatedDevice`. The device continues to exist when sessions and drivers are
+closed.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -104,8 +106,9 @@ class VirtualOptions(DriverOptions):
 
 
 class VirtualSwitch(ConfiguredSwitch, options=VirtualOptions):
-    """The driver `virtual`: a device in the driver's own process. `ports` are numbered from 1. An ingress_egress device
-    has the first half on the ingress side and the second half on the egress side."""
+    """The driver `virtual`, whose device runs in the driver's own process. `ports` is the number of ports; they are
+    numbered from 1. On an ingress_egress device, the first half of the ports is on the ingress side and the second half
+    on the egress side."""
 
     def _make_wire(self, options: VirtualOptions, clock: DeviceClock) -> VirtualSwitchWire:
         any_to_any = options.connectivity is Connectivity.ANY_TO_ANY

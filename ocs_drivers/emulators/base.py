@@ -1,10 +1,10 @@
-"""The common parts of all emulators: the device behind the protocol, its servers, and injected faults.
+"""Define the common parts of all emulators: the emulated device, the servers of its protocol, and injected faults.
 
-An emulator is a server of one protocol in front of an `EmulatedDevice`, which models the optics: mirrors take time,
-stick and fail, and restarts clear circuits. The emulator implements the protocol as its manual describes it, and passes
-setters (commands that change the device) to `EmulatedDevice.set`, which applies the faults that a schedule or a test
-has injected: refusals, bulk commands applied in part, delayed answers, connections broken before or after a command.
-Time is read from a given clock, and random numbers depend only on a given seed.
+An emulator is a server of one protocol for an `EmulatedDevice`, which models the optics. Mirrors need time to move, and
+may stick or fail; restarts clear circuits. The emulator implements the protocol as its manual describes it, and passes
+setters (commands that change the device) to `EmulatedDevice.set`. That method applies the faults that a schedule or a
+test has injected, such as refusals, bulk commands applied in part, delayed answers, and connections broken before or
+after a command. Time is read from a given clock, and random numbers depend only on a given seed.
 """
 
 import asyncio
@@ -112,7 +112,7 @@ class EmulatedDevice:
 
     @property
     def present(self) -> set[CrossConnect]:
-        """The circuits that are connected now, with mirrors in place or still moving."""
+        """The circuits that are connected now, including those whose mirrors are still moving."""
         return set(self._tuned_at_s)
 
     def session(self) -> int:
@@ -127,8 +127,8 @@ class EmulatedDevice:
 
     async def set(self, action: Action, pairs: Sequence[CrossConnect], command: str) -> None:
         """Carry out one setter, received as `command`. Raises DriverPermanent, with the device's message as `answer`,
-        if the device refuses a pair; the pairs before it in the list are then applied. Raises ConnectionBroken if such
-        a fault was injected."""
+        if the device refuses a pair. The pairs that precede the refused pair in the list stay applied. Raises
+        ConnectionBroken if such a fault was injected."""
         await self._carry_out(command, partial(self.add if action is Action.ADD else self.remove, pairs))
 
     async def replace(self, pairs: Sequence[CrossConnect], command: str) -> None:
@@ -154,9 +154,9 @@ class EmulatedDevice:
         return [DeviceCircuit(pair, self._state(pair), self._lit(pair)) for pair in sorted(self._tuned_at_s)]
 
     def listed(self, *, late: bool = False) -> list[DeviceCircuit]:
-        """Return the circuits as a switch that does not distinguish moving mirrors lists them. A circuit is listed from
-        the command on. If its mirrors are not in place after the stated time plus jitter, it is omitted until they are.
-        With `late`, a circuit is listed only when its mirrors are in place."""
+        """Return the circuits that a switch lists if it does not report whether mirrors are moving. A circuit is listed
+        as soon as it is commanded. If its mirrors are not in place after the stated time plus jitter, it is omitted
+        until they are in place. With `late`, a circuit is listed only when its mirrors are in place."""
         self.advance()
         since_s = self.clock.now_s() - self.facts.reconfiguration_s - self._jitter_s
         return [
@@ -220,7 +220,7 @@ class EmulatedDevice:
         return min((at_s - now_s for at_s in self._tuned_at_s.values() if at_s > now_s), default=math.inf)
 
     def taken(self, *kinds: DeviceFaultKind) -> DeviceFault | None:
-        """Remove and return the first pending fault of these kinds; None if there is none."""
+        """Remove and return the first pending fault of these kinds. Return None if there is no such fault."""
         for fault in self._next_setter:
             if fault.kind in kinds:
                 self._next_setter.remove(fault)

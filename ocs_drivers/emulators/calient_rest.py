@@ -1,4 +1,5 @@
-"""The emulator `calient_rest`: the REST interface of a Calient S-series switch, limited to cross-connects and ports.
+"""The emulator `calient_rest`, which implements the REST interface of a Calient S-series switch for cross-connects and
+ports.
 
 Answers have the members that clients of real switches read (see ocs_drivers/calient_rest.py). Failures are reported in
 the body of an answer with HTTP status 200.
@@ -159,7 +160,7 @@ class CalientRestEmulator(EmulatedHttpServer):
             self.device.inject(replace(partial, items=sum(map(len, connections[: partial.items]))))
 
     async def _carry_out(self, setter: Awaitable[None]) -> str:
-        """Carry out the setter. Return the switch's message if the switch refuses it, and "" if not."""
+        """Carry out the setter. Return the switch's message if the switch refuses the setter, and "" otherwise."""
         try:
             await setter
         except DriverPermanent as refusal:

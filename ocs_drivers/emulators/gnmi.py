@@ -1,8 +1,9 @@
-"""gNMI servers of emulated switches, with the tables of SONiC-OCS or OpenConfig's proposed model (gnmi_targets.py).
+"""Implement the gNMI servers of emulated switches, with the tables of SONiC-OCS or the model proposed to OpenConfig.
 
 The servers implement Capabilities, Get, Set and Subscribe (once, stream), with pygnmi's generated servicer on grpc.aio.
-A SetRequest is validated as a whole before any change, and carried out in the order delete, replace, update; a change
-that the device applies in part is not undone. Clients connect through a relay, which can break connections.
+A SetRequest is validated as a whole before any change, and carried out in the order delete, replace, update. If the
+device applies only a part of a change, that part is not undone. Clients connect through a relay, which can break
+connections. gnmi_targets.py implements the devices.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ LONGEST_WAIT_S = 3600.0
 
 class GnmiQuirks(CheckedOptions):
     """Configurable behaviour common to all gNMI servers. If `user` is set, `user` and `password` are required in the
-    metadata. `tls_..` are paths of PEM files."""
+    metadata. The fields that begin with `tls_` are paths of PEM files."""
 
     user: YamlText = ""
     password: YamlText = ""
@@ -47,7 +48,8 @@ class GnmiQuirks(CheckedOptions):
 
 class SonicQuirks(GnmiQuirks):
     """Configurable behaviour of a SONiC-OCS server. `tables` selects the tables of SONiC's "design" or of the "image";
-    `origin` is the origin of paths; with `leftovers`, circuits that the hardware refused stay in the configuration."""
+    `origin` is the origin of paths. If `leftovers` is True, circuits that the hardware refused stay in the
+    configuration."""
 
     tables: YamlText = "design"
     origin: YamlText = "sonic-db"
@@ -55,8 +57,9 @@ class SonicQuirks(GnmiQuirks):
 
 
 class OpenConfigQuirks(GnmiQuirks):
-    """Configurable behaviour of a server with the OpenConfig model. `any_to_any` selects a single range of ports; with
-    `mirrored`, connections are listed under both of their ports; `first_index` is the lowest port number."""
+    """Configurable behaviour of a server with the OpenConfig model. If `any_to_any` is True, all ports form a single
+    range. If `mirrored` is True, connections are listed under both of their ports. `first_index` is the lowest port
+    number."""
 
     any_to_any: Flag = False
     mirrored: Flag = False

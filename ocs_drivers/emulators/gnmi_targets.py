@@ -1,4 +1,5 @@
-"""The devices behind the emulated gNMI servers: each provides a tree to read, rows to watch, and transactions.
+"""Implement the devices of the emulated gNMI servers. Each device provides a tree to read, rows to watch, and
+transactions.
 
 One device has the tables of SONiC-OCS, with the configuration in CONFIG_DB and its effect in STATE_DB. The other has
 the model proposed to OpenConfig.
@@ -99,9 +100,9 @@ NAMES = {"design": ("", "state", "status"), "image": ("_TABLE", "config_status",
 
 
 class SonicTarget(GnmiTarget):
-    """A SONiC-OCS device. `tables` selects the tables of SONiC's OCS "design" or of the "image" `ocs-kvm`. Circuits
-    that the hardware refuses are removed from CONFIG_DB, as the image removes invalid circuits; with `leftovers` they
-    stay in CONFIG_DB and are reported as blocked."""
+    """A SONiC-OCS device. `tables` selects the tables of SONiC's OCS "design" or of the "image" `ocs-kvm`. Like the
+    image, the device removes circuits that the hardware refuses from CONFIG_DB. If `leftovers` is True, they stay in
+    CONFIG_DB and are reported as blocked."""
 
     refused_as = grpc.StatusCode.UNKNOWN
 

@@ -1,4 +1,4 @@
-"""The common parts of the HTTP emulators: a server that can break connections, and Basic authentication."""
+"""Implement the common parts of the HTTP emulators: a server that can break connections, and Basic authentication."""
 
 import base64
 import json
@@ -67,6 +67,6 @@ class EmulatedHttpServer(ABC):
 
 
 def is_let_in(request: web.Request, user: str, password: str) -> bool:
-    """Return whether the request carries this login as Basic authentication; always True if `user` is empty."""
+    """Return whether the request carries this login as Basic authentication. Always return True if `user` is empty."""
     words = base64.b64encode(f"{user}:{password}".encode()).decode()
     return not user or request.headers.get("Authorization", "") == f"Basic {words}"

@@ -1,6 +1,6 @@
-"""An emulated Polatis switch with NETCONF over real SSH; netconf_store.py has its datastores.
+"""Emulate a Polatis switch with NETCONF over real SSH. netconf_store.py implements its datastores.
 
-SSH is provided by paramiko, which uses threads. The threads only transfer messages: each message is passed to the event
+SSH is provided by paramiko, which uses threads. The threads only transfer messages. Each message is passed to the event
 loop, which owns the emulated device, and the thread waits for the answer. The host key is generated at start.
 """
 
@@ -156,7 +156,7 @@ class NetconfEmulator:
         transport.start_server(event=threading.Event(), server=SshAccess(self))
 
     def serve(self, session: NetconfServerSession, channel: Any) -> None:
-        """Serve a NETCONF session. Runs in one of paramiko's threads."""
+        """Serve a NETCONF session. This method is called in one of paramiko's threads."""
         framing = Framing()
         channel.sendall(framing.frame(text.write(text.hello(self.capabilities(), session.id))))
         if (greeting := _received(framing, channel)) is None:

@@ -1,5 +1,5 @@
-"""The parts of a NETCONF server that need no sockets: framing (RFC 6242), errors, and the datastores of an emulated
-Polatis switch.
+"""Implement the parts of a NETCONF server that need no sockets: framing (RFC 6242), errors, and the datastores of an
+emulated Polatis switch.
 
 The YANG tree is generated as XML from the device's state at each request.
 """

@@ -1,4 +1,6 @@
-"""The YANG data of an emulated Polatis switch, for all protocols: containers as plain data, without module prefixes."""
+"""Provide the YANG data of an emulated Polatis switch for all protocols. Containers are plain data, without module
+prefixes.
+"""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any

@@ -1,8 +1,8 @@
-"""The emulator `restconf`: the RESTCONF server of a Polatis switch, limited to cross-connects and ports.
+"""The emulator `restconf`, which implements the RESTCONF server of a Polatis switch for cross-connects and ports.
 
-Status codes are those that clients of real switches report (see ocs_drivers/restconf.py), or else those of RFC 8040.
-PUT of the whole collection is supported, because other clients of the same switch may use it, although the driver does
-not.
+Status codes are those that clients of real switches report (see ocs_drivers/restconf.py). In other cases, RFC 8040
+defines them. PUT of the whole collection is supported, because other clients of the same switch may use it, although
+the driver does not.
 """
 
 import json
@@ -122,7 +122,8 @@ class RestconfEmulator(EmulatedHttpServer):
         raise RestconfRefusal(405, "operation-not-supported", f"{method} is not supported for this resource")
 
     async def _patched(self, method: str, path: str, body: bytes) -> EmulatedReply:
-        """Carry out a YANG Patch (RFC 8072). All of its edits take effect or none, except if mirrors fail."""
+        """Carry out a YANG Patch (RFC 8072). Unless mirrors fail, either all of its edits take effect or none of
+        them."""
         if (method, path) != ("PATCH", COLLECTION):
             raise RestconfRefusal(405, "operation-not-supported", "YANG Patch is only supported for the collection")
         value = _json(body)

@@ -1,10 +1,12 @@
 """Emulated SCPI switches over TCP, with the quirks of their vendors: Polatis, and DiCon's GP750 and MXS.
 
-They follow the protocol's tables and the rules of SCPI, not the driver: headers in short and long form, in any case,
-relative to the previous header in a compound line; setters without an answer; errors are put into a bounded queue.
+They implement the protocol's tables and the rules of SCPI, independently of the driver. Headers may be in short or long
+form and in upper or lower case. In a compound line, they may be relative to the previous header. Setters have no
+answer, and errors are put into a bounded queue.
 
-Assumed, because no source states it: a setter with a wrong port has no effect; sessions share the error queue; errors
-beyond its capacity are replaced by `-350`; after an unknown header, the remainder of the line is ignored.
+The following behaviour is assumed, because no source states it. A setter with a wrong port has no effect. Sessions
+share the error queue, and errors beyond its capacity are replaced by `-350`. After an unknown header, the remainder of
+the line is ignored.
 """
 
 import asyncio
@@ -118,7 +120,7 @@ class ScpiEmulator(EmulatedTcpServer):
 
     async def _is_seat_free(self, client: asyncio.StreamReader) -> bool:
         """Return whether this client has the oldest open connection, and may therefore use the only session. The
-        disconnect of an earlier client may be noticed late, so a few turns of the event loop are awaited."""
+        function first awaits a few turns of the event loop, so that an earlier client's disconnect is noticed."""
         for _ in range(5):
             if self._clients[0] is client:
                 return True
@@ -238,7 +240,7 @@ def polatis(panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any)
 
 
 def dicon(panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> ScpiEmulator:
-    """Return an emulated DiCon GP750: it has the same commands as a Polatis switch, but an error queue of 8 entries.
+    """Return an emulated DiCon GP750. It has the same commands as a Polatis switch, but its error queue has 8 entries.
     Its identity is fictitious."""
     facts = panel.facts("DiCon", "GP750", "000001", "1.0")
     return ScpiEmulator(facts, panel, clock, DiconQuirks.read(quirks, prefix=""))

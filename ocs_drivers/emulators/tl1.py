@@ -1,4 +1,4 @@
-"""Emulated TL1 switches: the server, the framing of its messages, and its quirks.
+"""Implement the server of emulated TL1 switches, with the framing of its messages and its quirks.
 
 tl1_devices.py and tl1_calient.py implement the vendors' commands. The emulators use no code of the driver, so that a
 misunderstanding of the protocol in the driver is not repeated in the emulator.

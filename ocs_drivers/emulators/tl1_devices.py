@@ -1,5 +1,5 @@
-"""The parsing of TL1 commands, the parts that the vendors' devices share, and the commands of Polatis and Glimmerglass
-switches. tl1_calient.py implements the commands of a Calient switch, and tl1.py the server."""
+"""Parse TL1 commands, and implement the common parts of emulated devices and the commands of Polatis and Glimmerglass
+switches. tl1_calient.py implements the commands of a Calient switch. tl1.py implements the server."""
 
 import math
 import re

@@ -145,7 +145,8 @@ class CircuitCoordinator:
         return made
 
     def withdraw(self, period: AnnouncedPeriod, why: str) -> None:
-        """Withdraw a period. Its stages that have not begun are dropped. The call has no effect if the period is over."""
+        """Withdraw a period. Its stages that have not begun are dropped. The call has no effect if the period is
+        over."""
         hold = Hold("withdrawn", why)
         if self._queue.remove(period):
             self._keep(period, hold)
@@ -217,7 +218,8 @@ class CircuitCoordinator:
         return self.site_reading
 
     def poll_soon(self) -> None:
-        """Poll the switches soon, without waiting for the next periodic poll. Called when a switch has sent an event."""
+        """Poll the switches soon, without waiting for the next periodic poll. Called when a switch has sent an
+        event."""
         self._has_switch_news = True
         self._queue.news.set()
 

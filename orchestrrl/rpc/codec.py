@@ -158,7 +158,8 @@ Spec = str | Converter | tuple[str, Converter] | Flat | OneOf | _Local
 
 
 def rows_to_pb(message: type[Pb], rows: Iterable[Iterable[Any]]) -> list[Pb]:
-    """Return one message for each row. A row contains the values of the message's fields, in the order of the .proto."""
+    """Return one message for each row. A row contains the values of the message's fields, in the order of the
+    .proto."""
     names = [field.name for field in message.DESCRIPTOR.fields]
     return [message(**dict(zip(names, row, strict=True))) for row in rows]
 

@@ -42,7 +42,8 @@ class OrderAssembler:
         self._texts: list[str] = []
 
     def add(self, piece: pb.PeerOrder) -> PeerOrder | None:
-        """Return the order if this is its last piece, otherwise None. Raises ValidationError if the order is invalid."""
+        """Return the order if this is its last piece, otherwise None. Raises ValidationError if the order is
+        invalid."""
         self._texts.append(piece.order_json)
         if piece.continues:
             return None

@@ -276,7 +276,8 @@ def draft_to_pb(redeployment: Redeployment, stages: Sequence[Stage[RedeployStep]
 
 
 def redeployment_to_pb(report: RedeploymentReport, *, steps: bool = True) -> pb.RedeploymentReport:
-    """Convert a report. If `steps` is False, omit the steps, because the report of a large fleet has thousands of them."""
+    """Convert a report. If `steps` is False, omit the steps, because the report of a large fleet has thousands of
+    them."""
     return REDEPLOYMENT.to_pb(report if steps else replace(report, steps=()))
 
 

@@ -1,4 +1,5 @@
-"""Convert reports of weight syncs to messages and back. Reading a state or a phase of a newer daemon raises ValueError."""
+"""Convert reports of weight syncs to messages and back. Reading a state or a phase of a newer daemon raises
+ValueError."""
 
 from dataclasses import replace
 

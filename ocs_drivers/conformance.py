@@ -49,7 +49,7 @@ LONG_S = 50.0
 SHORT_S = 0.05
 FIRST_PAUSE_S = 0.005  # between two readings while waiting for a state; increases each time
 LONGEST_PAUSE_S = 1.0
-PATIENCE_S = 60.0  # after which an expected state counts as missing
+PATIENCE_S = 60.0  # after which an expected state is considered missing
 
 
 async def connected(driver: OcsDriver) -> frozenset[CrossConnect]:
@@ -519,7 +519,7 @@ class DriverConformance:
         assert not seen.ok
         assert (seen.missing, seen.lingering) == (diff.add, diff.remove)
 
-    # Changes on trial.
+    # Trial changes.
 
     async def test_confirmed_trial_stays(self, driver: OcsDriver) -> None:
         one, two = await self.pairs(driver, 2)

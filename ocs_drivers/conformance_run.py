@@ -280,7 +280,7 @@ class LabConformance(DriverConformance):
 
     async def prepare(self) -> None:
         """Check the ports and record the device's present state. Raises InvalidOptions if a port does not exist on this
-        device, and CircuitConflict if a port is in use or failed, or a change is on trial."""
+        device, and CircuitConflict if a port is in use or failed, or the device has a trial change."""
         driver = self._make()
         try:
             facts, reading = await driver.facts(), await driver.cross_connects()

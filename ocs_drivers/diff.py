@@ -120,7 +120,7 @@ def remaining(facts: SwitchFacts, diff: CircuitDiff, present: frozenset[CrossCon
 def revert_steps(
     facts: SwitchFacts, trial: Unconfirmed, reading: CrossConnectReading
 ) -> tuple[CommandSteps, tuple[str, ...]]:
-    """Return the steps that revert the change on trial without touching foreign circuits. Also return a text for each
+    """Return the steps that revert a trial change without touching foreign circuits. Also return a text for each
     removed circuit that cannot be restored because other circuits occupy its ports."""
     mine = reading.cross_connects - reading.foreign
     remove = tuple(pair for pair in trial.added if pair in mine)

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Pauses between attempts to revert a change on trial, doubled after each attempt.
+# Pauses between attempts to revert a trial change, doubled after each attempt.
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 
@@ -126,7 +126,7 @@ class SwitchDriver:
         self._ownership = Ownership()
         self._trial: Unconfirmed | None = None  # the pairs that its commits changed; only these are reverted
         self._trial_diff: CircuitDiff | None = None
-        self._timer: asyncio.Task[None] | None = None  # reverts the change on trial
+        self._timer: asyncio.Task[None] | None = None  # reverts the trial change
         self._last_trial = ""  # the last trial's outcome, for a late confirmation
         self._confirmed: int | None = None  # the revision of the last trial, if it was confirmed
         self._listeners: list[asyncio.Queue[SwitchEvent | None]] = []

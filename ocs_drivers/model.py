@@ -149,7 +149,7 @@ class SwitchCapabilities:
     Callers must not rely on undeclared capabilities."""
 
     bulk: bool = False  # one command carries many cross-connects
-    tuned_state: bool = False  # distinguishes tuning from tuned; otherwise every listed circuit counts as tuned
+    tuned_state: bool = False  # distinguishes tuning from tuned; otherwise every listed circuit is tuned
     link_state: bool = False  # detects light at the far end
     port_power: bool = False  # measures optical power
     events: bool = False  # `watch` reports ports and alarms
@@ -285,7 +285,7 @@ class CommitResult:
     items: tuple[CrossConnectResult, ...]
     revision: int  # of the device after the commit
     commands_sent: int
-    revert_at_s: float | None = None  # by the driver's clock, unless confirmed before; None: nothing is on trial
+    revert_at_s: float | None = None  # by the driver's clock, unless confirmed before; None: not a trial
 
     @property
     def done(self) -> bool:
@@ -301,7 +301,7 @@ class Verification:
     lingering: tuple[CrossConnect, ...] = ()  # to be removed, but still on the device
     untuned: tuple[CrossConnect, ...] = ()  # on the device, but the mirrors are not in place
     dark: tuple[CrossConnect, ...] = ()  # in place, but no light arrives; empty if light is not measured
-    unconfirmed: Unconfirmed | None = None  # a change on trial, or one whose revert failed
+    unconfirmed: Unconfirmed | None = None  # a trial change, or a change whose revert failed
 
     @property
     def ok(self) -> bool:

@@ -5,21 +5,22 @@ The driver assumes the following, based on working client code. The lines have t
 are 1..N and egress ports N+1..N+M, with N and M from `size?`. Setters return no answer and put their errors into a
 queue. `conn:add` with lists leaves other connections unchanged. A listed connection is in place.
 
-Not verified, and how the driver handles it:
+The following is not verified. The driver handles it as described:
 
-- the effect of `conn:add` on a port in use (probably it silently re-routes the port): `conn:sub` frees the ports first,
-  and the driver reads that they are free
-- whether a list takes effect as a whole: the connections are read after every commit
-- when the mirrors are in place: the device does not report it, so a circuit counts as tuned once it is listed and the
-  stated reconfiguration time has passed since the command, and as failed if one of its ports has failed
-- the answer to compound queries: each line has one query, sent after the previous one was answered
-- when a connection is listed, on the command or on completion: after a setter that was refused, or whose outcome is
-  unknown, ten times the stated reconfiguration time passes before the connections are read
-- the longest accepted line: the option `longest_line_chars` splits lists into several lines
-- the length of a Polatis error queue, and whether sessions share it: the queue is cleared before each setter, and read
-  to its end afterwards
-- whether cross-connects survive a restart: no query for it is known, so the option `boot` states it
-- a DiCon's port numbers and speed: the options `ingress_ports`, `egress_ports`, `reconfiguration_s`.
+- `conn:add` on a port in use probably re-routes the port silently. The driver therefore frees the ports with `conn:sub`
+  first, and verifies that they are free.
+- A list may take effect only in part. The driver reads the connections after every commit.
+- The device does not report when the mirrors are in place. A circuit is considered tuned when it is listed and the
+  stated reconfiguration time has passed since the command. It is considered failed if one of its ports has failed.
+- The form of answers to compound queries is not known. The driver sends one query at a time, each on its own line.
+- A connection may be listed on the command or on completion. If a setter was refused or its outcome is unknown, the
+  driver waits ten times the stated reconfiguration time before it reads the connections.
+- The longest accepted line is not known. The option `longest_line_chars` splits lists into several lines.
+- The length of a Polatis error queue, and whether sessions share it, are not known. The driver clears the queue before
+  each setter, and reads all of its entries afterwards.
+- No query is known that returns whether cross-connects survive a restart. The option `boot` states it.
+- The port numbers and the speed of a DiCon switch are set by the options `ingress_ports`, `egress_ports` and
+  `reconfiguration_s`.
 
 The driver never sends `only` and `disc:all`, which clear a switch.
 """

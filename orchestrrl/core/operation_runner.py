@@ -72,7 +72,7 @@ class OperationRunner:
         """Load the open operations of earlier generations from the journal, and return their number."""
         for left in self._log.left_open(_written):
             operation, node = left.intent
-            # It may have been sent, so it counts as sent.
+            # It may have been sent, so it is treated as sent.
             self._open.add(OpenOperation(node, operation, operation.valid_until_s, None, sends=1))
         return len(self.open)
 

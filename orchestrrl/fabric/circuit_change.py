@@ -49,7 +49,7 @@ class CircuitOperation:
     switch: str
     diff: CircuitDiff
     valid_until_s: float
-    revert_in_s: float | None = None  # on trial: undone this long after it is carried out, unless confirmed
+    revert_in_s: float | None = None  # for a trial: undone this long after it is carried out, unless confirmed
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class CircuitOutcome:
     evicted: tuple[CrossConnect, ...] = ()
     revision: int = 0
     rolled_back: bool = False
-    revert_at_s: float | None = None  # on trial until then, by the driver's clock
+    revert_at_s: float | None = None  # when the trial ends, by the driver's clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class CircuitRun(Description[CircuitStep]):
     armed: Armed | None = None
     is_timed: bool = False  # its commit is not repeated if no cross-connect took effect
     refusal: DriverError | None = None  # the error to raise, since nothing was sent
-    revert_at_s: float = inf  # by the daemon's clock; finite once the change is carried out and on trial
+    revert_at_s: float = inf  # by the daemon's clock; finite during a trial
 
     errors = (DriverError, OrchestrRLError)
     leaves_open = (DriverOutcomeUnknown,)

@@ -86,8 +86,9 @@ def connections(body: object) -> list[CalientConnection]:
 
 
 def failures(body: object, count: int) -> list[str]:
-    """Return the reasons why items failed, in the order of the request's `count` items; "" for an item that succeeded.
-    A single failure in the answer applies to all items. Raises ValueError if the answer does not cover all items."""
+    """Return one text for each of the request's `count` items, in order: the reason why the item failed, or "" if it
+    succeeded. A single failure in the answer applies to all items. Raises ValueError if the answer does not cover all
+    items."""
     items = body if isinstance(body, list) else [body]
     found = [_failure(item) for item in items]
     if len(found) == 1 and (count == 1 or found[0]):
@@ -98,7 +99,9 @@ def failures(body: object, count: int) -> list[str]:
 
 
 def text(body: object, name: str) -> str:
-    """Return the member `name` of a JSON object, or of the first object of a list; "" if it is absent or not a text."""
+    """Return the member `name` of a JSON object or, for a list, of its first object. Return "" if the member is absent
+    or not a text.
+    """
     item = body[0] if isinstance(body, list) and body else body
     value = item.get(name) if isinstance(item, Mapping) else None
     return value[:SHOWN_CHARACTERS] if isinstance(value, str) else ""
@@ -153,7 +156,7 @@ def _is_broken(words: Iterable[object]) -> bool:
 
 
 def _power(value: object) -> float | None:
-    """Return the power in dBm; None if the value is not a number. A port without light may report text instead."""
+    """Return the power in dBm, or None if the value is not a number. A port without light may report text instead."""
     told = str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
     return float(told) if _POWER.fullmatch(told) else None
 

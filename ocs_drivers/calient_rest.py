@@ -220,7 +220,7 @@ class CalientRestWire(SwitchWire):
 class CalientRestSwitch(ConfiguredSwitch, options=CalientOptions, wire=CalientRestWire):
     """The driver of a Calient switch at `address`, HOST or HOST:PORT.
 
-    Options: `scheme` http or https, with `tls_verify` and `tls_ca_file` (PEM, replaces the system's authorities);
-    `user` and `password`; `dir` uni or bi; `group`, the group of new connections; `port_source` detail or summary;
-    `ports`, the required number of ports. The module's docstring explains them.
+    `scheme` is http or https. `tls_ca_file` (PEM) replaces the system's authorities. `user` and `password` are the
+    login. `dir` is uni or bi, and `port_source` is detail or summary; the module's docstring explains both. `group` is
+    the group of new connections. `ports` is the required number of ports.
     """

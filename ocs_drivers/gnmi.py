@@ -21,8 +21,8 @@ def _wire(options: GnmiOptions, clock: DeviceClock) -> GnmiWire:
 class GnmiSwitch(ConfiguredSwitch, options=GnmiOptions, wire=_wire):
     """The driver `gnmi`. `address` is `HOST` or `HOST:PORT`; `model` is sonic or openconfig.
 
-    With `tls`, the device's certificate must be signed by `tls_ca_file` (by default, by one of the system's
-    authorities) and name the host, or `tls_server_name`; `tls_cert_file` and `tls_key_file` are the client's
+    With `tls`, the device's certificate must name the host or `tls_server_name`, and must be signed by an authority in
+    `tls_ca_file` (by default, the system's authorities). `tls_cert_file` and `tls_key_file` are the client's
     certificate and key. `user` and `password` are sent as metadata. `origin` is the origin of paths. By default, it is
     the origin that the device announces for the model sonic, and no origin for openconfig. `slot`, for openconfig, is
     the optical module whose ports this driver controls.

@@ -1,7 +1,7 @@
 """Convert gNMI messages to plain data (paths, and trees assembled from updates), without side effects.
 
-A path is a tuple of elements; an element is a name and its keys. A tree has the structure of JSON: mappings, lists of
-mappings that include their keys as members, and leaves.
+A path is a tuple of elements. An element consists of a name and its keys. A tree has the structure of JSON: mappings,
+lists of mappings that include their keys as members, and leaves.
 """
 
 import json
@@ -95,8 +95,8 @@ def mapping(data: Any) -> Mapping[str, Any]:
 
 
 def entries(data: Any) -> list[Mapping[str, Any]]:
-    """Return the entries of a list in a tree; an empty list for None. Raises ValueError if the value is not a list of
-    containers."""
+    """Return the entries of a list in a tree, or an empty list for None. Raises ValueError if the value is not a list
+    of containers."""
     if data is None:
         return []
     if not isinstance(data, list):

@@ -189,7 +189,7 @@ class OpenConfigWire(GnmiWire):
         return [CONNECTIONS, STATUSES]
 
     async def _chassis(self) -> Mapping[str, Any]:
-        """Return the chassis state of openconfig-platform; empty if the device does not report it."""
+        """Return the chassis state of openconfig-platform. The result is empty if the device does not report it."""
         try:
             components = entries(member(await self.tree(COMPONENTS), "component"))
         except DriverPermanent:

@@ -187,8 +187,8 @@ class SonicWire(GnmiWire):
         return [*tables, path(CONFIG, HOST, PORTS)]
 
     async def _shown(self, table: str) -> Mapping[str, Any]:
-        """Read a table of STATE_DB, which may have either of two names. Return its rows; empty if it does not exist
-        yet."""
+        """Read a table of STATE_DB, which may have either of two names. Return its rows. The result is empty if it does
+        not exist yet."""
         for suffix in SUFFIXES if self._suffix is None else (self._suffix,):
             rows = await self._table(STATE, table + suffix)
             if rows:
@@ -197,7 +197,9 @@ class SonicWire(GnmiWire):
         return {}
 
     async def _table(self, database: str, table: str) -> Mapping[str, Any]:
-        """Read all rows of a table; empty if the table does not exist, as is the case for a table without rows."""
+        """Read all rows of a table. The result is empty if the table does not exist, as is the case for a table without
+        rows.
+        """
         return await self.tree(path(database, HOST, table))
 
 

@@ -370,7 +370,7 @@ class NetconfSwitch(ConfiguredSwitch, options=NetconfOptions, wire=NetconfWire):
     """The driver `netconf`. `address` is `HOST` or `HOST:PORT`.
 
     The device is authenticated by a host key in `known_hosts` (a file; by default the user's known_hosts file) or by
-    `host_key` (base64, as in a known_hosts line), unless `verify_host_key` is false. `size`, such as 16x16 or 32xCC, is
-    for switches whose model name does not contain it; `revision` of module optical-switch is for switches that do not
-    announce it; `power` is for switches with power monitors.
+    `host_key` (base64, as in a known_hosts line), unless `verify_host_key` is false. Set `size`, such as 16x16 or
+    32xCC, if the switch's model name does not contain it. Set `revision`, the revision of module optical-switch, if the
+    switch does not announce it. Set `power` if the switch has power monitors.
     """

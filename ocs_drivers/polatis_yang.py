@@ -81,8 +81,8 @@ def is_revision(text: str) -> bool:
 
 
 def parse_size(text: str) -> Sides | None:
-    """Return the connectivity, ingress ports and egress ports of a size such as `24x24` or `576xCC` found in the text;
-    None if the text contains no size."""
+    """Return the connectivity, ingress ports and egress ports of a size such as `24x24` or `576xCC` found in the text,
+    or None if the text contains no size."""
     found = _SIZE.search(text)
     if found is None:
         return None
@@ -218,7 +218,9 @@ def boot(data: object) -> BootBehaviour:
 
 
 def found(data: object, name: str) -> object:
-    """Return the member of a mapping with this name, with or without a module prefix; None if there is none."""
+    """Return the member of a mapping with this name, with or without a module prefix. Return None if there is no such
+    member.
+    """
     if isinstance(data, Mapping):
         for key, value in data.items():
             if key.rpartition(":")[2] == name:
@@ -227,8 +229,8 @@ def found(data: object, name: str) -> object:
 
 
 def mapping(container: object, name: str) -> Mapping[str, object]:
-    """Return the content of a container; empty if the container is absent or, in XML, has no children. Raises
-    ValueError for any other value."""
+    """Return the content of a container. The result is empty if the container is absent or, in XML, has no children.
+    Raises ValueError for any other value."""
     if container is None or container == "":
         return {}
     if not isinstance(container, Mapping):

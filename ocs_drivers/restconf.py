@@ -1,9 +1,9 @@
 """The driver `restconf` for Polatis switches, which uses their YANG model over RESTCONF (RFC 8040, TCP port 8008).
 
-The protocol is known from working clients, not from a manual:
-`/api/data/optical-switch:cross-connects[/pair=<ingress>]`, Basic authentication, `application/yang-data+json`. If there
-are no cross-connects, the answer is 204. POST of a pair returns 201, or 409 if a port of the pair is in use; DELETE of
-a pair returns 204, or 404 if it does not exist.
+The protocol is known from working clients, not from a manual. The path is
+`/api/data/optical-switch:cross-connects[/pair=<ingress>]`, with Basic authentication and the type
+`application/yang-data+json`. If there are no cross-connects, the answer is 204. POST of a pair returns 201, or 409 if a
+port of the pair is in use. DELETE of a pair returns 204, or 404 if it does not exist.
 
 Methods to set circuits (`change_with`):
 
@@ -182,7 +182,7 @@ def _entry(pair: CrossConnect) -> dict[str, int]:
 
 
 def _errors(answer: DeviceResponse) -> str:
-    """Return the device's message in an `ietf-restconf:errors` body; "" if there is none."""
+    """Return the device's message in an `ietf-restconf:errors` body, or "" if there is none."""
     try:
         return errors(parse_json(answer.body))
     except ValueError:
@@ -190,7 +190,8 @@ def _errors(answer: DeviceResponse) -> str:
 
 
 def revision(body: object) -> str:
-    """Return the revision of module `optical-switch` in the yang-library (RFC 7895); "" if the module is not listed."""
+    """Return the revision of module `optical-switch` in the yang-library (RFC 7895), or "" if the module is not
+    listed."""
     library = yang.mapping(yang.found(body, "modules-state"), "modules-state")
     revisions = [
         yang.text_of(entry.get("revision", ""), "revision")
@@ -219,10 +220,10 @@ def errors(body: object) -> str:
 class RestconfSwitch(ConfiguredSwitch, options=RestconfOptions, wire=RestconfWire):
     """The driver of a Polatis switch at `address`, HOST or HOST:PORT.
 
-    Options: `scheme` http or https, with `tls_verify` and `tls_ca_file` (PEM, replaces the system's authorities);
-    `user` and `password` for Basic authentication; `root` of the RESTCONF server; `size` as 16x16, or 32xCC for
-    any-to-any, if the model name does not contain it; `yang_revision` of `optical-switch` if the switch does not report
-    it; `change_with`, explained in the module's docstring; `power`, for switches that measure optical power.
+    `scheme` is http or https. `tls_ca_file` (PEM) replaces the system's authorities. `user` and `password` are used for
+    Basic authentication, and `root` is the root of the RESTCONF server. Set `size`, such as 16x16 or, for any-to-any,
+    32xCC, if the model name does not contain it. Set `yang_revision`, the revision of `optical-switch`, if the switch
+    does not report it. The module's docstring explains `change_with`. Set `power` if the switch measures optical power.
     """
 
     async def capabilities(self) -> SwitchCapabilities:

@@ -282,7 +282,7 @@ class ScpiSwitch(ConfiguredSwitch, options=ScpiOptions, wire=ScpiWire):
 
 
 def _port_range(value: object) -> range:
-    """Return the ports of `FIRST..LAST`; an empty range for any other value."""
+    """Return the ports of `FIRST..LAST`, or an empty range for any other value."""
     bounds = re.fullmatch(r"(\d{1,5})\.\.(\d{1,5})", value, re.ASCII) if isinstance(value, str) else None
     return range(int(bounds[1]), int(bounds[2]) + 1) if bounds else range(0)
 

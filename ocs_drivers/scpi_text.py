@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"\d{1,5}", re.ASCII)
 
 
 def setter(action: Action, pairs: Sequence[CrossConnect]) -> str:
-    """Return the line that connects or disconnects these pairs; it lists both ports of each pair. Raises ValueError if
+    """Return the line that connects or disconnects these pairs. It lists both ports of each pair. Raises ValueError if
     there are no pairs, because `sub` with an empty list would remove every circuit. The verbs that clear a switch,
     `only` and `disc:all`, are never used."""
     if not pairs:

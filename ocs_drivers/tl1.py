@@ -23,12 +23,13 @@ def _wire(options: Tl1Options, clock: DeviceClock) -> Tl1Wire:
 
 
 class Tl1Switch(ConfiguredSwitch, options=Tl1Options, wire=_wire):
-    """The driver `tl1`. `dialect` is `polatis`, `calient` or `glimmerglass`; the default TCP ports are 3082, 3082 and
-    10034. On port 3083, a Calient shows the prompt `agent>`, which the driver awaits before the login.
+    """The driver `tl1`. `dialect` is `polatis`, `calient` or `glimmerglass`. The default TCP ports of these dialects
+    are 3082, 3082 and 10034. On port 3083, a Calient shows the prompt `agent>`, which the driver awaits before the
+    login.
 
     `group` (Calient) is the group of connections that this driver makes. `port_names` (Calient) lists the names of
-    ports 1, 2, ...; the default is the device's list of ports in natural order. `boot` and `reconfiguration_s` state
-    properties that the device does not report. `port_power` (Polatis) declares that the device has power meters.
+    ports 1, 2, and so on. The default is the device's list of ports in natural order. `boot` and `reconfiguration_s`
+    state properties that the device does not report. `port_power` (Polatis) declares that the device has power meters.
     `line_limit` splits bulk commands into lines of at most that many characters, for devices that do not accept longer
-    lines. `messages`: see `Tl1Messages`.
+    lines. `Tl1Messages` explains `messages`.
     """

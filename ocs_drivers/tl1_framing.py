@@ -1,9 +1,9 @@
 """Parse a TL1 byte stream into messages, without side effects. tl1_session.py implements the connection.
 
 A message consists of a line of identification, lines of text, and a terminator at the start of a line. The terminator
-`;` ends the message, and `>` or `<` ends a part of it. Other data may surround messages: prompts, echoed commands,
-banners, terminal control sequences. Autonomous messages may come between the parts of a reply, and even between its
-lines; they are recognized in either place.
+`;` ends the message, and `>` or `<` ends a part of it. Other data such as prompts, echoed commands, banners and
+terminal control sequences may surround messages. Autonomous messages are recognized even between the parts or the lines
+of a reply.
 """
 
 import re

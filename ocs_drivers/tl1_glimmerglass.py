@@ -101,7 +101,7 @@ class GlimmerglassTl1Wire(Tl1Wire):
 
 
 def _port(found: dict[str, str], name: str) -> int:
-    """Return the port number in the field `name`; 0 if the field is missing or not a number."""
+    """Return the port number in the field `name`, or 0 if the field is missing or not a number."""
     return whole_number(found.get(name, ""))
 
 

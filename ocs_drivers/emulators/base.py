@@ -143,7 +143,7 @@ class EmulatedDevice:
         await self._carry_out(command, partial(self._enable, ports, is_enabled))
 
     def where_does(self, port: int) -> int | None:
-        """Return the port that light from `port` reaches now; None if it reaches no port, for example because the
+        """Return the port that light from `port` reaches now, or None if it reaches no port, for example because the
         mirrors are still moving."""
         for pair, at_s in self._tuned_at_s.items():
             if at_s <= self.clock.now_s() and port in pair.ports:
@@ -206,7 +206,7 @@ class EmulatedDevice:
             self._set_status(port, fault.kind)
 
     def advance(self) -> float:
-        """Apply all scheduled faults whose time has come. Return the seconds until the next scheduled fault; inf if
+        """Apply all scheduled faults whose time has come. Return the seconds until the next scheduled fault, or inf if
         there is none."""
         age_s = self.clock.now_s() - self.switched_on_s
         while self._due and self._due[0][0] <= age_s:
@@ -214,7 +214,7 @@ class EmulatedDevice:
         return self._due[0][0] - age_s if self._due else math.inf
 
     def moving_s(self) -> float:
-        """Return the seconds until the next moving mirror is in place; inf if no mirror is moving. Stuck mirrors are
+        """Return the seconds until the next moving mirror is in place, or inf if no mirror is moving. Stuck mirrors are
         ignored."""
         now_s = self.clock.now_s()
         return min((at_s - now_s for at_s in self._tuned_at_s.values() if at_s > now_s), default=math.inf)

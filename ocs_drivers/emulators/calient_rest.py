@@ -215,8 +215,8 @@ class CalientRestEmulator(EmulatedHttpServer):
         return [pair, pair.turned] if is_both else [pair]
 
     def _pairs(self, item: Item) -> list[CrossConnect]:
-        """Return the cross-connects that an item of a request names; empty if a port does not exist. Raises ItemFailed
-        for an unknown direction."""
+        """Return the cross-connects that an item of a request names. The result is empty if a port does not exist.
+        Raises ItemFailed for an unknown direction."""
         direction = str(item.get("dir", "bi")).lower()
         if direction not in ("uni", "bi"):
             raise ItemFailed("dir must be uni or bi")

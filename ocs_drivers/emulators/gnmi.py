@@ -102,7 +102,7 @@ class TcpRelay(EmulatedTcpServer):
         self._connections: dict[int, RelayedConnection] = {}  # by the relay's port towards the server
 
     def connection(self, peer: str) -> RelayedConnection | None:
-        """Return the client connection that carries a call with this peer, `ipv4:127.0.0.1:PORT`; None if the
+        """Return the client connection that carries a call with this peer, `ipv4:127.0.0.1:PORT`, or None if the
         connection is closed."""
         port = peer.rpartition(":")[2]
         return self._connections.get(int(port)) if port.isdecimal() else None

@@ -60,10 +60,11 @@ class NetconfServerSession:
 
 
 class NetconfQuirks(CheckedOptions):
-    """Configurable behaviour. `revision`: the announced revision of module optical-switch ("": not announced). `base`:
-    the framing, 1.0 or 1.1. `candidate`: only the candidate datastore can be edited. `one_session`: further connections
-    are refused. `any_to_any`: all ports form a single range. `lists_late`: pairs are listed only when their mirrors are
-    in place. `power`: every port has a power monitor."""
+    """Configurable behaviour. `revision` is the announced revision of module optical-switch; if it is "", no revision
+    is announced. `base` is the framing, 1.0 or 1.1. If `candidate` is True, only the candidate datastore can be edited.
+    If `one_session` is True, further connections are refused. If `any_to_any` is True, all ports form a single range.
+    If `lists_late` is True, pairs are listed only when their mirrors are in place. If `power` is True, every port has a
+    power monitor."""
 
     revision: yang.Revision = "2018-03-22"
     base: Annotated[str, must_be("1.0 or 1.1", lambda value: value in ("1.0", "1.1")), BeforeValidator(as_text)] = "1.1"
@@ -291,7 +292,7 @@ class SshAccess(paramiko.ServerInterface):  # type: ignore[misc]  # paramiko is 
 
 
 def _received(framing: Framing, channel: Any) -> bytes | None:
-    """Return the next message; None if the peer has closed the connection."""
+    """Return the next message, or None if the peer has closed the connection."""
     while (message := framing.next()) is None:
         if not (data := channel.recv(65536)):
             return None

@@ -32,8 +32,8 @@ class FramingError(ValueError):
 
 
 class Framing:
-    """Splits received bytes into messages, and frames messages to send. The framing is at first the end-of-message
-    framing of base 1.0; the caller sets `is_chunked` once both peers have announced base 1.1."""
+    """Splits received bytes into messages, and frames messages to send. The initial framing is the end-of-message
+    framing of base 1.0. The caller sets `is_chunked` when both peers have announced base 1.1."""
 
     def __init__(self) -> None:
         self.is_chunked = False

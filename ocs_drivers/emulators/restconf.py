@@ -41,11 +41,12 @@ class RestconfRefusal(YangRefusal):
 
 
 class RestconfQuirks(CheckedOptions):
-    """Configurable behaviour. `revision`: the revision of the model (before 2017-08-04 lists are called `pairs` and
-    ports are in another container). `yang_library` False: the switch has no yang-library. `yang_patch` False: YANG
-    Patch is not supported. `any_to_any`: all ports form a single range. `power`: optical power is measured. `chunked`:
-    answers are chunked. `lists_late`: pairs are listed only when their mirrors are in place. `one_request`: a
-    concurrent request is answered with 503. `user` and `password`: Basic authentication is required."""
+    """Configurable behaviour. `revision` is the revision of the model. Before 2017-08-04, lists are called `pairs` and
+    ports are in another container. `yang_library` and `yang_patch` enable the yang-library and YANG Patch. If
+    `any_to_any` is True, all ports form a single range. If `power` is True, optical power is measured. If `chunked` is
+    True, answers are chunked. If `lists_late` is True, pairs are listed only when their mirrors are in place. If
+    `one_request` is True, a concurrent request is answered with 503. If `user` is set, Basic authentication with `user`
+    and `password` is required."""
 
     revision: YamlText = "2018-03-22"
     yang_library: Flag = True

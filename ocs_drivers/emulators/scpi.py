@@ -53,10 +53,11 @@ def _are_headers(value: object) -> bool:
 
 
 class ScpiQuirks(CheckedOptions):
-    """Configurable behaviour. `one_session`: further clients are disconnected. `crlf`: lines end in `\\r\\n`.
-    `lists_at_once`: connections are listed as soon as they are commanded. `answers_apart`: each answer to a compound
-    line is on its own line. `longest_line_chars`: the size of the input buffer. `error_queue`: the capacity of the
-    error queue. `unknown`: headers that are not supported, in this module's form (`OXC:SWITch:PORT:STATe?`)."""
+    """Configurable behaviour. If `one_session` is True, further clients are disconnected. If `crlf` is True, lines end
+    in `\\r\\n`. If `lists_at_once` is True, connections are listed as soon as they are commanded. If `answers_apart` is
+    True, each answer to a compound line is on its own line. `longest_line_chars` is the size of the input buffer, and
+    `error_queue` is the capacity of the error queue. `unknown` lists the headers that are not supported, in this
+    module's form (`OXC:SWITch:PORT:STATe?`)."""
 
     one_session: Flag = False
     crlf: Flag = False

@@ -59,7 +59,7 @@ class Tl1Command:
         return self.parts[index].strip() if index < len(self.parts) else ""
 
     def block(self, index: int) -> str:
-        """Return the parameter at this position among the parameters after the general block; "" if it is absent."""
+        """Return the parameter at this position among the parameters after the general block, or "" if it is absent."""
         values = _split(self.part(5), ",")
         return _plain(values[index].strip()) if index < len(values) else ""
 

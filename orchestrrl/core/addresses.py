@@ -74,7 +74,7 @@ class ServerAddress:
 
 @lru_cache(maxsize=16384)  # a fleet's URLs are compared repeatedly
 def server_address(url: str) -> ServerAddress | None:
-    """Return the server's address in an http or https URL; None for any other text."""
+    """Return the server's address in an http or https URL, or None for any other text."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port

@@ -203,7 +203,7 @@ class ReceivedOrders(Generic[Given, Result]):
         await stop(*(task for task, _ in self._received.values()))
 
     def _refusal(self, order: Given, now_s: float) -> str:
-        """Return why the order must not be carried out; empty if it may be carried out."""
+        """Return why the order must not be carried out. The result is empty if it may be carried out."""
         newest = self._newest = max(self._newest, order.generation)
         if order.generation < newest:
             return f"generation {order.generation} is superseded by generation {newest}"

@@ -75,7 +75,7 @@ def faults_of(error: "ValidationError", model: "type[BaseModel] | None" = None) 
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return `; did you mean X?` for the most similar known name; "" if no known name is similar."""
+    """Return `; did you mean X?` for the most similar known name, or "" if no known name is similar."""
     close = get_close_matches(name, list(known), n=1, cutoff=0.7) if isinstance(name, str) and len(name) < 100 else []
     return f"; did you mean {close[0]}?" if close else ""
 

@@ -54,7 +54,7 @@ class Step(Protocol):
 
     @property
     def within_s(self) -> float | None:
-        """The step's time limit in seconds; None if the actions within the step limit their time themselves."""
+        """The step's time limit in seconds, or None if the actions within the step limit their time themselves."""
         ...
 
 
@@ -167,7 +167,7 @@ class Description(Protocol[S]):
         return chain
 
     def waits_for(self, step: S) -> str:
-        """Return what a long step is waiting for; "" if unknown."""
+        """Return what a long step is waiting for, or "" if unknown."""
         return ""
 
 

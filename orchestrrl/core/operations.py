@@ -196,7 +196,7 @@ class OperationEvidence:
 
 
 def settle(operation: Operation, node: NodeId, over_s: float, evidence: OperationEvidence) -> OperationResult | None:
-    """Return the outcome of an operation that the node's reports show; None if they do not show it yet.
+    """Return the outcome of an operation that the node's reports show, or None if they do not show it yet.
 
     After `over_s` the node does nothing more for the operation, so only a later report proves that a move did not
     happen. An earlier report can prove that the move did happen.

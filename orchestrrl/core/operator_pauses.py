@@ -56,7 +56,7 @@ class PauseRegistry:
         }
 
     def hold(self, part: PauseScope) -> Hold | None:
-        """Return the reason why this part is paused; None if it is not paused."""
+        """Return the reason why this part is paused, or None if it is not paused."""
         pause = self.pauses.get(part)
         if pause is None:
             return None

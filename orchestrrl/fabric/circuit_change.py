@@ -1,7 +1,7 @@
 """Carry out one change of circuits on one switch as an operation: send its commands, read the switch and determine the
 outcome.
 
-A change is atomic as far as the device allows. Cross-connects that did not take effect are retried once; if they fail
+A change is atomic as far as the device allows. Cross-connects that did not take effect are retried once. If they fail
 again, the change is rolled back. A change whose outcome could not be read stays open until its switch can be read. If
 the change was partly applied, it is then completed if its order is still valid, and undone if the order has expired. If
 no part of it was applied, it is not started again. A trial change that was not confirmed is undone.
@@ -353,8 +353,8 @@ def _both(first: CommitResult, second: CommitResult, later_s: float) -> CommitRe
 
 
 def _not_undone(diff: CircuitDiff, now: CrossConnectReading) -> str:
-    """Return a text that describes how the circuits of a change differ from their state before the change; "" if they
-    do not differ."""
+    """Return a text that describes how the circuits of a change differ from their state before the change, or "" if
+    they do not differ."""
     seen = compare(replace(diff, remove=diff.add, add=diff.remove), now)
     differences = [f"{pair} is up" for pair in seen.lingering] + [f"{pair} is not up" for pair in seen.missing]
     states = {circuit.cross_connect: circuit.state for circuit in now.circuits}

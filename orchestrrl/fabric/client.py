@@ -40,12 +40,12 @@ class FabricClient(ControlClient):
         self, period: str, intent: WhatItDoes = None, *, within_s: float = 0.0, boundary: bool = False, job: str = ""
     ) -> PeriodReport:
         """Announce a period, wait until it is over, and return its last report. The state of the report is committed,
-        kept, superseded or failed; the report also contains the reason.
+        kept, superseded or failed. The report also contains the reason.
 
-        `intent`: the period's traffic, see intents.py; None repeats the intent of the last announcement. `job`: the
-        job's name, if the intent has none. `within_s`: the time limit in seconds for the wait for a window; 0 uses the
-        daemon's setting. `boundary`: the caller guarantees that no rank communicates until this call returns, so no
-        window is needed.
+        `intent` is the period's traffic (see intents.py); if it is None, the intent of the last announcement is used
+        again. `job` is the job's name, if the intent has none. `within_s` is the time limit in seconds for the wait for
+        a window. If it is 0, the daemon's setting is used. If `boundary` is True, the caller guarantees that no rank
+        communicates until this call returns, so no window is needed.
         """
         async with aclosing(self.follow(period, intent, within_s=within_s, boundary=boundary, job=job)) as reports:
             async for report in reports:
@@ -55,7 +55,7 @@ class FabricClient(ControlClient):
     async def announce_nowait(
         self, period: str, intent: WhatItDoes = None, *, within_s: float = 0.0, job: str = ""
     ) -> PeriodReport:
-        """Announce a period and return its first report; the daemon carries the period out in the background. The
+        """Announce a period and return its first report. The daemon carries the period out in the background. The
         period cannot be a boundary, because a boundary lasts only while its caller waits."""
         async with aclosing(self.follow(period, intent, within_s=within_s, job=job)) as reports:
             return await anext(reports)

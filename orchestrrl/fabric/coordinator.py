@@ -3,9 +3,9 @@
 A period is first announced, then materialised (its circuits, ports and stages are chosen) and prepared (journalled, so
 that it is ready to send). It is committed when a window opens that is long enough for the change, and finally verified
 and routed. If no window opens by the deadline, or a fault appears before the first command, the existing circuits stay
-up. Periods of several jobs wait at the same time; after one period has changed circuits, the other periods are planned
-again. This implements section 5.3 and algorithm 2 of the paper. planner/fabric/materialize.py, transition.py and
-windows.py decide; stage_commit.py, circuit_executor.py and rerouting.py send the changes.
+up. Periods of several jobs may wait at the same time. After one period has changed circuits, the other periods are
+planned again. This implements section 5.3 and algorithm 2 of the paper. planner/fabric/materialize.py, transition.py
+and windows.py make the decisions. stage_commit.py, circuit_executor.py and rerouting.py send the changes.
 """
 
 import asyncio
@@ -111,10 +111,11 @@ class CircuitCoordinator:
     def announce(
         self, period: str, intent_json: str = "", within_s: float = 0.0, *, boundary: bool = False, job: str = ""
     ) -> AnnouncedPeriod:
-        """Queue a period that is about to begin. It supersedes the job's waiting period. `within_s`: the time limit in
-        seconds; 0 uses the setting. `boundary`: the caller pauses until the period is over, so no window is needed,
-        except for circuits of training. `job`: the job's name, if the intent has none. Raises ProblemFaults for invalid
-        arguments, and Permanent if no intent is given and none was announced before."""
+        """Queue a period that is about to begin. It supersedes the job's waiting period. `within_s` is the time limit
+        in seconds; if it is 0, the setting is used. If `boundary` is True, the caller pauses until the period is over,
+        so no window is needed, except for circuits of training. `job` is the job's name, if the intent has none. Raises
+        ProblemFaults for invalid arguments, and Permanent if no intent is given and no intent was announced before this
+        call."""
         faults = []
         if not 0 <= within_s <= MOST_S:
             faults.append(f"within_s: must be >= 0 and <= {MOST_S:.0f} (0: as configured), got {within_s}")
@@ -321,8 +322,8 @@ class CircuitCoordinator:
                 break
 
     async def _attempt(self, period: AnnouncedPeriod) -> Hold | StageFailed | None:
-        """Plan and commit the period once. Return None if its circuits are up, so that it is over, and otherwise the
-        reason why they are not."""
+        """Plan and commit the period once. Return None if its circuits are up and the period is therefore over.
+        Otherwise, return the reason why the circuits are not up."""
         constraints = self._constraints
         intent = self._bound(period.intent)
         if isinstance(intent, Hold):
@@ -473,7 +474,7 @@ class CircuitCoordinator:
     # --- constraints
 
     def _objection(self, period: AnnouncedPeriod, intent: Intent, basis: _Basis) -> Hold | None:
-        """Return the reason why no more changes may be sent for this period; None if they may be sent."""
+        """Return the reason why no more changes may be sent for this period, or None if they may be sent."""
         if period.stop is not None:
             return period.stop
         if not period.boundary and self._queue.urgent:
@@ -498,7 +499,7 @@ class CircuitCoordinator:
         return wanted if lane_of(wanted) == lane_of(intent) else intent
 
     def _restraint(self, intent: Intent) -> Hold | None:
-        """Return the reason why no circuit may change now; None if circuits may change."""
+        """Return the reason why no circuit may change now, or None if circuits may change."""
         if self._mode() is not Mode.ACT:
             return Hold("advise", "mode is advise: nothing is changed")
         if hold := self._pause_registry.hold(PauseScope.FABRIC):

@@ -60,7 +60,7 @@ class StartingFleet(Protocol):
         ...
 
     def idle(self) -> bool | None:
-        """Return whether no engine has a request; None if an engine has not reported yet."""
+        """Return whether no engine has a request, or None if an engine has not reported yet."""
         ...
 
 

@@ -4,7 +4,7 @@
      "traffic": [{"operation": "DP", "primitive": "ring_all_reduce", "groups": [[0, 1]], "bytes_per_rank": 4e9,
                   "times": 1}]}
 
-`gpus` maps each rank to a GPU of the site; a rank without an entry uses the GPU of its own number. `job` is the job
+`gpus` maps each rank to a GPU of the site. A rank without an entry uses the GPU with the same number. `job` is the job
 name that the ranks' recorders use. If `job` is missing, the job of the recorder that announces the intent is used, if
 there is one.
 """

@@ -184,7 +184,7 @@ class FabricRouting:
 
     @property
     def routed(self) -> RoutedCircuits | None:
-        """The current routing; None until the circuits are known."""
+        """The current routing, or None until the circuits are known."""
         return self.rerouting.routed
 
     @property

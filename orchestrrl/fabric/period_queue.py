@@ -103,7 +103,7 @@ class PeriodQueue:
         return True
 
     def take(self, active: Collection[AnnouncedPeriod]) -> AnnouncedPeriod | None:
-        """Remove and return the next period that may run concurrently with the periods in `active`; None if there is
+        """Remove and return the next period that may run concurrently with the periods in `active`, or None if there is
         none."""
         if self.urgent:
             chosen = None if active else next(each for each in self._waiting if each.boundary)

@@ -25,8 +25,8 @@ OVER = frozenset({PeriodState.COMMITTED, PeriodState.KEPT, PeriodState.SUPERSEDE
 
 @dataclass(frozen=True, slots=True)
 class CommitReport:
-    """A report on the commit of one stage of a transition. Times are seconds since the Unix epoch; `window_*` is None
-    if no window was needed."""
+    """A report on the commit of one stage of a transition. Times are seconds since the Unix epoch. The fields that
+    begin with `window_` are None if no window was needed."""
 
     window_opened_s: float | None
     window_until_s: float | None
@@ -43,7 +43,7 @@ class CommitReport:
 
 @dataclass(frozen=True, slots=True)
 class PeriodReport:
-    """The state of one period. `code` is a stable identifier of the reason; `detail` is a text for operators.
+    """The state of one period. `code` is a stable identifier of the reason, and `detail` is a text for operators.
 
     | state | codes |
     |---|---|

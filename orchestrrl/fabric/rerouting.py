@@ -58,7 +58,7 @@ class RoutedCircuits:
 
     @property
     def faults_text(self) -> str:
-        """The faults of the routing on one line; "" if every link is used and every router has its routes. Pairs of
+        """The faults of the routing on one line, or "" if every link is used and every router has its routes. Pairs of
         routers that cannot reach each other are not included."""
         reported = (("not used", self.left_out), ("routers with wrong routes", self.failed))
         return "; ".join(f"{what}: {_listed(some)}" for what, some in reported if some)

@@ -53,9 +53,9 @@ class StageFailed:
 
 @dataclass(frozen=True, slots=True)
 class StageOrder:
-    """An order to commit one stage. `intent`: the intent for which the period was planned. `usable`: the site's
-    circuits that are up before the stage. `others`: other jobs that send over the same PoDs and must also pause.
-    `objection` is called immediately before the commit; it returns a reason not to commit, or None. `begins` is called
+    """An order to commit one stage. `intent` is the intent for which the period was planned. `usable` are the site's
+    circuits that are up before the stage. `others` are other jobs that send over the same PoDs and must also pause.
+    `objection` is called immediately before the commit, and returns a reason not to commit, or None. `begins` is called
     when the commit begins. `waiting` is called with the reason for waiting whenever that reason changes."""
 
     stage: TransitionStage

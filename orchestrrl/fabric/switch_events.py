@@ -1,7 +1,7 @@
-"""Receive the events that switches send: failed ports, alarms, and circuits changed by other clients. Log each event,
-and request that the switch is polled at once.
+"""Receive the events that switches send, such as failed ports, alarms, and circuits changed by other clients. Log each
+event, and request that the switch is polled at once.
 
-An event only triggers a poll: its content is verified on the switch before it is used for planning. Events are lost
+An event only triggers a poll. Its content is verified on the switch before it is used for planning. Events are lost
 while the connection is down, so a restored connection triggers a poll too.
 """
 

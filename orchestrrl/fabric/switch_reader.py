@@ -67,11 +67,12 @@ def site_pairs(
 
 @dataclass(frozen=True, slots=True)
 class SiteReading:
-    """The state of all switches at one instant. `of_site`: the `cross_connects` that join two endpoints of the site.
-    Other cross-connects are not changed, and their ports are treated as failed. `odd`: cross-connects that are up in
-    one direction only; their ports are also treated as failed. `unread`: the reasons why switches did not answer; the
-    circuits of these switches are unknown. `foreign`: the cross-connects in `of_site` that the daemon does not own.
-    Foreign circuits carry packets like other circuits, but are not changed."""
+    """The state of all switches at one instant. `of_site` contains those of the `cross_connects` that join two
+    endpoints of the site. Other cross-connects are not changed, and their ports are treated as failed. `odd` contains
+    the cross-connects that are up in one direction only. Their ports are also treated as failed. `unread` contains the
+    reasons why switches did not answer. The circuits of these switches are unknown. `foreign` contains the
+    cross-connects in `of_site` that the daemon does not own. Foreign circuits carry packets like other circuits, but
+    are not changed."""
 
     cross_connects: frozenset[PortPair] = frozenset()
     failures: FabricFailures = field(default_factory=FabricFailures)

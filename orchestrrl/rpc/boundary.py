@@ -146,7 +146,7 @@ class _Call:
 
 def _is_no_lost_answer(record: logging.LogRecord) -> bool:
     """Return False for gRPC's traceback about an answer that could not be sent because the client has disconnected, for
-    example after its deadline; True for all other log records."""
+    example after its deadline. Return True for all other log records."""
     error = record.exc_info[1] if record.exc_info else None
     if not isinstance(error, grpc.aio.InternalError):
         return True

@@ -330,8 +330,8 @@ _SCALARS: Mapping[int, type] = {
 
 
 def _converter(kind: Any, field: _Field, is_optional: bool = False) -> Converter | None:
-    """Return the converter for one value of type `kind`; None if the value needs no conversion. Raises TypeError if the
-    type does not match the field's type."""
+    """Return the converter for one value of type `kind`, or None if the value needs no conversion. Raises TypeError if
+    the type does not match the field's type."""
     kind = getattr(kind, "__supertype__", kind)  # for a NewType
     if field.message_type is not None:
         if is_dataclass(kind):

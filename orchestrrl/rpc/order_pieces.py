@@ -28,8 +28,8 @@ def pieces_of(order: PeerOrder) -> Iterator[pb.PeerOrder]:
 
 
 def _text(order: PeerOrder) -> str:
-    """Return the order as JSON, equal to the result of ORDER, which serializes the union of all kinds. Serializing a
-    concrete kind is several times faster."""
+    """Return the order as JSON. The result equals that of ORDER, the adapter for the union of all kinds, but
+    serializing a concrete kind is several times faster."""
     inner = _KINDS[type(order.order)].dump_json(order.order).decode()
     return f'{{"id":{json.dumps(order.id)},"generation":{order.generation},"order":{inner}}}'
 

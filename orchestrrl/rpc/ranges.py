@@ -207,7 +207,7 @@ def _checks_of(descriptor: _Descriptor) -> _Checks:
 
 
 def _range_of(field: _Field, rule: _Rule) -> tuple[float, float] | None:
-    """Return the least and the largest accepted number; None if the field is not a number, or if every value of its
+    """Return the least and the largest accepted number, or None if the field is not a number, or if every value of its
     type is accepted."""
     if field.type in (field.TYPE_DOUBLE, field.TYPE_FLOAT):
         return rule.least, MOST_NUMBER if rule.most is None else rule.most

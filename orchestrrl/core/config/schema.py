@@ -189,7 +189,7 @@ class FleetSettings(Section):
     _profile: "Profile | None" = None  # content of the file when the configuration was read
 
     def profile_value(self) -> "Profile | None":
-        """Return the profile that `profile` names, with its curves; None if no profile is configured."""
+        """Return the profile that `profile` names, with its curves, or None if no profile is configured."""
         return self._profile
 
     def configuration_values(self) -> tuple[Configuration, ...]:

@@ -120,7 +120,9 @@ def sync_folder(journal: Path) -> None:
 
 
 def read_tail(journal: Path) -> JournalTail | None:
-    """Read a journal's tail file; None if the file does not exist. Raises ValueError if the file is damaged."""
+    """Return the content of a journal's tail file, or None if the file does not exist. Raises ValueError if the file is
+    damaged.
+    """
     try:
         data = tail_path(journal).read_bytes()
     except FileNotFoundError:
@@ -305,7 +307,7 @@ def rows_of(db: sqlite3.Connection, guarded: bool, order: str = "ASC") -> Iterat
 
 
 def _checksum_of(row: Row) -> int | None:
-    """Return the checksum of a row; None if the row has a value that no version of the daemon writes."""
+    """Return the checksum of a row, or None if the row has a value that no version of the daemon writes."""
     try:
         for text in row[3:6]:
             bytes(text).decode()

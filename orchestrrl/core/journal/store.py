@@ -165,7 +165,7 @@ class JournalReader:
 
     @property
     def last_sequence(self) -> int:
-        """The number of the newest entry; 0 if the journal is empty."""
+        """The number of the newest entry, or 0 if the journal is empty."""
         newest = self.tail(1)
         return newest[0].sequence if newest else 0
 
@@ -185,8 +185,8 @@ class JournalReader:
         return self._read(f"SELECT {_READ} FROM entries WHERE {_open(entries)} ORDER BY sequence")
 
     def interpret(self, entry: JournalEntry, parse: Callable[[Mapping[str, Any]], _Value]) -> _Value | None:
-        """Return `parse(entry.body)`; None if this version cannot read the body. An entry that cannot be read is logged
-        and recorded in `set_aside`."""
+        """Return `parse(entry.body)`, or None if this version cannot read the body. An entry that cannot be read is
+        logged and recorded in `set_aside`."""
         try:
             if faults := body_faults(entry.body):
                 raise ValueError(faults[0])
@@ -202,7 +202,7 @@ class JournalReader:
             return None
 
     def newest(self, kind: EntryKind, parse: Callable[[Mapping[str, Any]], _Value]) -> _Value | None:
-        """Return `parse` applied to the body of the newest readable entry of this kind; None if none of the newest
+        """Return `parse` applied to the body of the newest readable entry of this kind, or None if none of the newest
         `TRIED` entries is readable."""
         newest = self.latest(kind)
         if newest is None or (value := self.interpret(newest, parse)) is not None:

@@ -3,8 +3,8 @@
 This is a plug point with one module per product, which is registered in the entry-point group
 `orchestrrl.route_drivers` and looked up by `driver.py`. Every driver passes `conformance.py`. A product implements the
 few methods of `RouterWire`, and `driver.RouterDriver` builds the contract on them. A driver owns the routes that bear
-its mark (a protocol number or a tag); it reads, changes and removes only such routes. Drivers raise the errors of
-`orchestrrl/core/errors.py`.
+its mark, which is a protocol number or a tag. It reads, changes and removes only these routes. Drivers raise the errors
+of `orchestrrl/core/errors.py`.
 """
 
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
@@ -39,9 +39,9 @@ class AppliedRoutes:
 
 @dataclass(frozen=True, slots=True)
 class RouteReading:
-    """The routes that a driver owns, as read from the router. `foreign`: prefixes with routes of other owners, for
-    which the driver cannot have routes. `idle`: prefixes whose owned route the router does not use yet, or not with all
-    of its next hops."""
+    """The routes that a driver owns, as read from the router. `foreign` contains the prefixes with routes of other
+    owners, for which the driver cannot have routes. `idle` contains the prefixes whose owned route the router does not
+    use yet, or uses without some of its next hops."""
 
     table: RouteTable
     foreign: frozenset[str] = frozenset()

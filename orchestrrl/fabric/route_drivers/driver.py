@@ -114,7 +114,7 @@ class RouterDriver(FromOptions):
 
     async def wait_up(self, interfaces: Collection[str], limit_s: float) -> frozenset[str]:
         """Wait until all of these interfaces are up, for at most `limit_s` seconds. Return the interfaces that are down
-        or that the router does not have; empty if all are up."""
+        or that the router does not have. The result is empty if all are up."""
         until_s = self._clock.now_s() + limit_s
         pause_s = POLL_WITH_EVENTS_S if self._wire.capabilities.link_events else POLL_S
         async with self._link_changes() as changed:

@@ -1,11 +1,12 @@
-"""The driver `frr`: static routes of a router that runs FRRouting (zebra and staticd), changed by `vtysh -c`.
+"""The driver `frr`, which changes the static routes of a router that runs FRRouting (zebra and staticd) with `vtysh
+-c`.
 
-The driver owns the static routes of the default VRF that bear its tag; a route is in place once zebra has installed all
-of it. A prefix that has a static route without this tag is foreign, regardless of the distance of that route. The
-reason is that staticd keeps one line per next hop, so the driver's lines would replace foreign lines. The next hops of
-a route change one by one. New next hops are added before old ones are removed, and zebra replaces the kernel's route
-each time, so that a route always exists. During the change, a packet may follow the old or the new next hops. Neither
-leads to a loop, because a new route is installed only after the routes further along its path (see
+The driver owns the static routes of the default VRF that bear its tag. A route is in place when zebra has installed all
+of its next hops. A prefix that has a static route without this tag is foreign, regardless of the distance of that
+route. The reason is that staticd keeps one line per next hop, so the driver's lines would replace foreign lines. The
+next hops of a route change one by one. New next hops are added before old ones are removed, and zebra replaces the
+kernel's route each time, so that a route always exists. During the change, a packet may follow the old or the new next
+hops. Neither leads to a loop, because a new route is installed only after the routes further along its path (see
 `planner/fabric/route_plan.py`). staticd has no weights, so next hops get equal shares.
 
 staticd resolves every gateway in zebra, even one marked onlink. The router therefore needs a route that covers the

@@ -52,7 +52,7 @@ class SystemClock:
 
 
 class OcsDriver(Protocol):
-    """The driver of one device. Construction opens no connection; the first call connects. Calls may be concurrent: the
+    """The driver of one device. Construction opens no connection; the first call connects. Calls may be concurrent. The
     driver admits one writer at a time, and limits the duration of every command and every wait."""
 
     device: str  # name of the device in errors and journals

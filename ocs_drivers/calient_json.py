@@ -61,8 +61,8 @@ class PortNames:
 
 def ports(body: object) -> dict[str, tuple[PortStatus, float | None]]:
     """Return status and power in dBm by port name, from rows of `ports/?id=summary` or `?id=detail`. Only rows of
-    `?id=detail` have states: `as` is the administrative state (IS; OOS-MA, OOS-MT and similar; OOS-NP: not provisioned,
-    so free), `os` and `oc` are the states of the hardware."""
+    `?id=detail` have states. `as` is the administrative state, such as IS, OOS-MA or OOS-MT. OOS-NP means that the port
+    is not provisioned and therefore free. `os` and `oc` are the states of the hardware."""
     found: dict[str, tuple[PortStatus, float | None]] = {}
     for row in _rows(body, "port"):
         name = _name(row.get("port"))

@@ -81,8 +81,8 @@ def topology(data: Any, slot: str) -> OpenConfigTopology:
 
 
 def connection_path(topology: OpenConfigTopology, port: int) -> Path:
-    """Return the path of the list entry for a port; it never denotes the whole list. Raises ValueError if the slot has
-    no such port."""
+    """Return the path of the list entry for a port. The path never denotes the whole list. Raises ValueError if the
+    slot has no such port."""
     keys = (("port", str(_port(topology, port))), ("slot", topology.slot))
     return (*CONNECTIONS, Elem("port-connection", keys))
 

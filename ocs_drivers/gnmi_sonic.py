@@ -204,7 +204,7 @@ class SonicWire(GnmiWire):
 
 
 def cross_connect_path(key: str) -> Path:
-    """Return the path of one row; it never denotes the whole table. Raises ValueError if the key is malformed."""
+    """Return the path of one row. The path never denotes the whole table. Raises ValueError if the key is malformed."""
     if not _CROSS_CONNECT.fullmatch(key):
         raise ValueError(f"a cross-connect must have the form 1A-2B, got {key!r}")
     return path(CONFIG, HOST, CROSS_CONNECTS, key)

@@ -99,7 +99,7 @@ class Tl1Framer:
         return messages
 
     def refusals(self) -> bytes:
-        """Return, once, the bytes that refuse the telnet options that the peer has requested."""
+        """Return the bytes that refuse the telnet options that the peer has requested since the last call."""
         return self._terminal.refusals()
 
     def _line(self, line: str, messages: list[Tl1Message]) -> None:

@@ -33,11 +33,11 @@ class ItemFailed(Exception):
 
 
 class CalientQuirks(CheckedOptions):
-    """Configurable behaviour of an emulated Calient switch. `bulk_s` and `conflict_s` are the durations in seconds of a
-    set without and with circuits that the switch must remove (up to 0.2 and 0.5 s by the manual). `chunked` selects
-    chunked answers. `user` and `password` require Basic authentication for the first request and then a cookie, which
-    is valid for `cookie_uses` requests (0: unlimited). At most `sessions` cookies are valid; the oldest expires
-    first."""
+    """Configurable behaviour of an emulated Calient switch. `bulk_s` is the duration in seconds of a set (according to
+    the manual, up to 0.2 s). `conflict_s` is the duration if the switch must remove circuits (up to 0.5 s). `chunked`
+    selects chunked answers. If `user` is set, the first request requires Basic authentication, and later requests
+    require a cookie, which is valid for `cookie_uses` requests (0: unlimited). At most `sessions` cookies are valid;
+    the oldest cookie expires first."""
 
     bulk_s: Number = 0.2
     conflict_s: Number = 0.5

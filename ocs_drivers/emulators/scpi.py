@@ -1,8 +1,8 @@
-"""Emulated SCPI switches over TCP, with the quirks of their vendors: Polatis, and DiCon's GP750 and MXS.
+"""Emulate SCPI switches over TCP, with the quirks of Polatis and of DiCon's GP750 and MXS.
 
-They implement the protocol's tables and the rules of SCPI, independently of the driver. Headers may be in short or long
-form and in upper or lower case. In a compound line, they may be relative to the previous header. Setters have no
-answer, and errors are put into a bounded queue.
+The emulators implement the protocol's tables and the rules of SCPI, independently of the driver. Headers may be in
+short or long form and in upper or lower case. In a compound line, they may be relative to the previous header. Setters
+have no answer, and errors are put into a bounded queue.
 
 The following behaviour is assumed, because no source states it. A setter with a wrong port has no effect. Sessions
 share the error queue, and errors beyond its capacity are replaced by `-350`. After an unknown header, the remainder of
@@ -248,8 +248,8 @@ def dicon(panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -
 
 
 def _pattern(form: str) -> re.Pattern[str]:
-    """Return a pattern that matches the short and the long form of a header such as `SWITch:SIZE?`, in any case. The
-    header's capitals are the short form."""
+    """Return a pattern that matches the short and the long form of a header such as `SWITch:SIZE?`, in upper or lower
+    case. The header's capitals are the short form."""
     words = []
     for word in form.removesuffix("?").split(":"):
         short = "".join(sign for sign in word if not sign.islower())

@@ -209,7 +209,7 @@ class PolatisTl1Device(Tl1Device):
 
 
 class GlimmerglassTl1Device(Tl1Device):
-    """The commands of a Glimmerglass switch. Port numbers have five digits; the first digit denotes the side."""
+    """The commands of a Glimmerglass switch. Port numbers have five digits. The first digit denotes the side."""
 
     name = "GGN"
     reports_at_first = True

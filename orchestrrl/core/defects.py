@@ -1,5 +1,4 @@
-"""Count the unexpected exceptions in parts of the daemon, log them when they change, and keep them for `orchestrrl
-status`.
+"""Count unexpected exceptions in parts of the daemon, log them when they change, and keep them for `orchestrrl status`.
 
 A part is a loop or a long-running task of the daemon. An exception ends the part's present turn (iteration), and the
 next turn begins as usual.

@@ -35,7 +35,7 @@ class OutcomeUnknown(OrchestrRLError):
 
 
 class ProblemFaults(OrchestrRLError):
-    """Raised for malformed input, with a list of all its faults. Each fault has the form `path.to.field: what is wrong,
+    """Raised for malformed input, with a list of all its faults. A fault has the form `path.to.field: what is wrong,
     got VALUE`.
     """
 

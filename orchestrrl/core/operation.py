@@ -1,6 +1,6 @@
 """Run a journalled operation to its end: carry out its steps, or roll them back if a step fails.
 
-A description defines the steps and their effects; this module decides the order of execution. Stages run one after
+A description defines the steps and their effects. This module decides the order of execution. Stages run one after
 another. The chains of a stage run in parallel, and the steps of a chain run one after another. A journal entry is
 written before and after each step, unless the type of operation has no entries for steps. After a failure, and when a
 restarted daemon resumes an open operation, this module observes the present state. The description then decides whether
@@ -140,7 +140,7 @@ class Description(Protocol[S]):
         return None
 
     def is_final(self, step: S) -> bool:
-        """Return whether the operation can no longer be cancelled once this step has begun."""
+        """Return whether the operation can no longer be cancelled after this step has begun."""
         return False
 
     def is_optional(self, step: S) -> bool:

@@ -87,9 +87,10 @@ class CloseBarrier:
     If the engines are not paused by `quiet_by_s`, the pause barrier opens again and the operation fails. A later
     CloseBarrier with the same lease renews the lease.
 
-    With `engines_run`, engines are not paused yet, because requests of other gateways must finish; the result covers
-    this gateway's own requests. A later operation with the same lease and without `engines_run` pauses them. With
-    `weights_change`, the engines' weights are unknown if the lease expires, and answers to requests state so.
+    If `engines_run` is True, the engines are not paused yet, because requests of other gateways must finish. The result
+    then covers only this gateway's own requests. A later operation with the same lease and without `engines_run` pauses
+    the engines. If `weights_change` is True, the engines' weights are unknown if the lease expires, and answers to
+    requests state so.
     """
 
     lease: str

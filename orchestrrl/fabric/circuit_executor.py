@@ -130,7 +130,7 @@ class CircuitExecutor:
             return self._close_trial(switch, replace(outcome, detail="confirmed", revert_at_s=None))
 
     async def take_over(self, switch: str, pairs: Sequence[CrossConnect]) -> CrossConnectReading:
-        """Make the daemon the owner of these circuits; the ownership survives a restart. Raises CircuitConflict if one
+        """Make the daemon the owner of these circuits. The ownership survives a restart. Raises CircuitConflict if one
         of the circuits is not on the switch."""
         async with self._turns[switch]:
             reading = await self._switches[switch].take_over(pairs)

@@ -1,11 +1,11 @@
-"""The trainer's client: announce the next communication period and receive reports about its circuits.
+"""A client for trainers, which announces the next communication period and receives reports about its circuits.
 
     async with FabricClient("127.0.0.1:7070") as fabric:
         report = await fabric.announce("weights", intent, boundary=True)
 
     report = announce_period("weights", intent, boundary=True)  # the same for synchronous code
 
-The training job continues in any case: if circuits cannot be changed, the existing ones carry its traffic. Processes
+The training job continues even if circuits cannot be changed. The existing circuits then carry its traffic. Processes
 without the package `orchestrrl` announce through their recorder instead (`recorder.announce`), and receive no reports.
 """
 

@@ -140,8 +140,8 @@ class SiteParts:
         return {tor.id: tor.pod for tor in self.tors.values()} | {up.id: up.pod for up in self.uplinks.values()}
 
     def exists(self, kind: str, name: str) -> bool:
-        """Return whether an element of this kind has the name. Also returns True if elements of the kind are
-        unreadable, because one of them may have it."""
+        """Return whether an element of this kind has the given name. Also return True if elements of the kind are
+        unreadable, because one of them may have the name."""
         return name in self.ids[kind] or kind in self.broken
 
 

@@ -65,8 +65,8 @@ Order = WatchWindows | StopWatching | ClockPing | RequestSummary
 
 @dataclass(eq=False)
 class TracedHost:
-    """The host of one agent. `quiet_reports` has the latest report for each watched job, as (time by the host's clock,
-    rank, prediction)."""
+    """The host of one agent. `quiet_reports` contains the latest report for each watched job, as a tuple of the time by
+    the host's clock, the rank and the prediction."""
 
     name: str
     jobs: Jobs = field(default_factory=dict)

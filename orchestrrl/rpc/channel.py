@@ -114,8 +114,8 @@ async def _ending(conversation: Coroutine[Any, Any, None]) -> str | BaseExceptio
 
 
 async def first_of(*sides: Awaitable[None]) -> None:
-    """Run the sides of a stream until one of them ends, and stop the other sides. Raises the exception of the ended
-    side if it failed."""
+    """Run the given sides of a stream until one side ends, then stop the other sides. If the side that ended first
+    failed, its exception is raised."""
     tasks = [asyncio.ensure_future(side) for side in sides]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

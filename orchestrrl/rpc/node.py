@@ -1,4 +1,4 @@
-"""The common client of agents and gateways: carries out the daemon's operations once per id, and reports to the
+"""The client that agents and gateways use to carry out the daemon's operations, once per id, and to send reports to the
 daemon."""
 
 import asyncio

@@ -1,5 +1,5 @@
-"""The driver `frr`, which changes the static routes of a router that runs FRRouting (zebra and staticd) with `vtysh
--c`.
+"""The driver `frr`, which uses `vtysh -c` to change the static routes of a router that runs FRRouting (zebra and
+staticd).
 
 The driver owns the static routes of the default VRF that bear its tag. A route is in place when zebra has installed all
 of its next hops. A prefix that has a static route without this tag is foreign, regardless of the distance of that

@@ -1,5 +1,4 @@
-"""The driver `iproute`, which reads the routing table of a Linux router with `ip -json` and changes it with `ip
--batch`.
+"""The driver `iproute`, which reads a Linux router's routing table with `ip -json` and changes it with `ip -batch`.
 
 The driver owns the routes of one table that bear its protocol number and metric. A foreign route to the same prefix may
 have another metric; the route with the smaller metric is used. If a foreign route has the same metric, the driver's

@@ -111,8 +111,8 @@ def error_to_pb(error: DriverError) -> ocs_pb2.DriverError:
 
 
 def error_from_pb(pb: ocs_pb2.DriverError, device: str) -> DriverError:
-    """Convert an error. The result has the name `device`, which this client uses. If the driver process uses a
-    different name, that name is added to the message."""
+    """Convert a message to an error that names the device as `device`, the name that this client uses. If the driver
+    process uses a different name, that name is added to the error's text."""
     theirs = f"{pb.device}: " if pb.device and pb.device != device else ""
     kind = _ERRORS.get(pb.kind, DriverPermanent)
     if issubclass(kind, DriverFaults):

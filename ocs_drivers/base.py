@@ -89,10 +89,10 @@ class OcsDriver(Protocol):
 
         If `revert_in_s` is given, the change is a trial. Unless it is confirmed, the commands of this commit are
         reverted that many seconds after the commit has ended, whether or not it succeeded. Until then, every other
-        commit raises CircuitConflict. The same diff may be committed again, with `revert_in_s`, to complete it; the
-        time until the revert then starts again. The process that owns the device performs the revert, for local and
-        remote callers. A failed revert is retried, reported as an alarm, and included in the results of
-        `cross_connects` and `verify`.
+        commit raises CircuitConflict. To complete the same diff, it may be committed again with `revert_in_s`. The time
+        until the revert then starts again. The process that owns the device performs the revert, for local and remote
+        callers. A failed revert is retried, reported as an alarm, and included in the results of `cross_connects` and
+        `verify`.
         """
         ...
 
@@ -104,8 +104,8 @@ class OcsDriver(Protocol):
 
     async def take_over(self, pairs: Sequence[CrossConnect]) -> CrossConnectReading:
         """Mark these cross-connects as owned by this driver, regardless of their present owner. Reads the device and
-        changes nothing on it. Raises CircuitConflict, listing all missing cross-connects, unless all of them are on the
-        device; no ownership changes in that case."""
+        changes nothing on it. If any of them is not on the device, raises CircuitConflict with all missing
+        cross-connects, and changes no ownership."""
         ...
 
     async def verify(self, diff: CircuitDiff) -> Verification:

@@ -111,7 +111,7 @@ async def until(driver: OcsDriver, is_so: Callable[[CrossConnectReading], bool],
 
 
 async def next_event(events: AsyncGenerator[SwitchEvent, None], kind: EventKind) -> SwitchEvent:
-    """Return the next event of this kind; events of other kinds are skipped."""
+    """Return the next event of this kind. Events of other kinds are skipped."""
     async for event in events:
         if event.kind is kind:
             return event
@@ -171,7 +171,7 @@ class DriverConformance:
         raise AssertionError("override make_big, or add it to cannot with the reason")
 
     async def pairs(self, driver: OcsDriver, count: int) -> tuple[CrossConnect, ...]:
-        """Return up to `count` cross-connects that the suite may make; no port occurs twice. Override this hook to
+        """Return up to `count` cross-connects that the suite may make. No port occurs twice. Override this hook to
         restrict the ports."""
         facts = await driver.facts()
         if facts.connectivity is Connectivity.ANY_TO_ANY:

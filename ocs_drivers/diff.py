@@ -91,7 +91,7 @@ def not_ours(foreign: Iterable[CrossConnect], device: str) -> list[str]:
 
 
 def occupants(facts: SwitchFacts, present: Iterable[CrossConnect]) -> dict[tuple[str, int], CrossConnect]:
-    """Return the cross-connect that occupies each (kind, port) slot; free slots are absent."""
+    """Return the cross-connect that occupies each (kind, port) slot. Free slots are absent."""
     return {end: pair for pair in present for end in facts.ends(pair)}
 
 

@@ -1,7 +1,7 @@
 """Define the common parts of all emulators: the emulated device, the servers of its protocol, and injected faults.
 
 An emulator is a server of one protocol for an `EmulatedDevice`, which models the optics. Mirrors need time to move, and
-may stick or fail; restarts clear circuits. The emulator implements the protocol as its manual describes it, and passes
+may stick or fail. Restarts clear circuits. The emulator implements the protocol as its manual describes it, and passes
 setters (commands that change the device) to `EmulatedDevice.set`. That method applies the faults that a schedule or a
 test has injected, such as refusals, bulk commands applied in part, delayed answers, and connections broken before or
 after a command. Time is read from a given clock, and random numbers depend only on a given seed.

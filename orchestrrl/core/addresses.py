@@ -40,7 +40,7 @@ def remote_fault(host: str, allow: str) -> str:
 
 
 def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Parse `host` as an IP address; return None if it is a host name."""
+    """Parse `host` as an IP address. Return None if it is a host name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:

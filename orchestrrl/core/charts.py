@@ -26,7 +26,7 @@ _XLINK_HREF = "{http://www.w3.org/1999/xlink}href"
 
 @dataclass(frozen=True, slots=True)
 class ChartBar:
-    """A horizontal bar. `row` is the vertical position of its middle; `label` is written after its end."""
+    """A horizontal bar. `row` is the vertical position of its middle, and `label` is written after its end."""
 
     row: float
     begin: float
@@ -104,7 +104,7 @@ def inline_svg(figure: "Figure", title: str) -> str:
 def bar_chart(
     bars: Sequence[ChartBar], names: Mapping[float, str], x_label: str, *, until: float | None = None
 ) -> "Figure":
-    """Draw horizontal bars. `names` are the names of the rows; row 0 is at the top. The horizontal axis ends at `until`
+    """Draw horizontal bars. `names` are the names of the rows. Row 0 is at the top. The horizontal axis ends at `until`
     or, by default, after the longest bar."""
     rows = max([*names, *(bar.row for bar in bars)]) + 1
     shortest = SHORTEST * max((bar.end for bar in bars), default=0.0)

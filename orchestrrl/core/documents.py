@@ -72,8 +72,7 @@ def read_text(path: Path | str) -> str:
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse a YAML document; JSON is valid YAML. Raises ProblemFaults if the text is not valid YAML or is nested too
-    deeply."""
+    """Parse a YAML or JSON document. Raises ProblemFaults if the text is not valid YAML or is nested too deeply."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:

@@ -35,8 +35,8 @@ class OutcomeUnknown(OrchestrRLError):
 
 
 class ProblemFaults(OrchestrRLError):
-    """Raised for malformed input, with a list of all its faults. A fault has the form `path.to.field: what is wrong,
-    got VALUE`.
+    """Raised for malformed input, with a list of all its faults. A fault has the form
+    `path.to.field: what is wrong, got VALUE`.
     """
 
     def __init__(self, faults: list[str]) -> None:
@@ -45,7 +45,9 @@ class ProblemFaults(OrchestrRLError):
 
 
 def path_of(location: tuple[int | str, ...]) -> str:
-    """Format a location such as `("ocs", 1, "timeout_s")` as `ocs[1].timeout_s`; an empty location is `(document)`."""
+    """Format a location such as `("ocs", 1, "timeout_s")` as `ocs[1].timeout_s`. Return `(document)` for an empty
+    location.
+    """
     path = ""
     for part in location:
         if isinstance(part, int):

@@ -13,14 +13,14 @@ MetricValue = float | None | Mapping[Any, float | None]
 def labelled_gauge(
     name: str, text: str, labels: Labels, values: Iterable[tuple[Labels, float | None]]
 ) -> GaugeMetricFamily:
-    """Return a gauge with one sample per (label values, value) pair; pairs with value None are omitted."""
+    """Return a gauge with one sample per (label values, value) pair. Pairs with value None are omitted."""
     return _filled(GaugeMetricFamily(name, text, labels=_several(labels)), values)
 
 
 def labelled_counter(
     name: str, text: str, labels: Labels, values: Iterable[tuple[Labels, float | None]]
 ) -> CounterMetricFamily:
-    """Return a counter with one sample per (label values, value) pair; pairs with value None are omitted."""
+    """Return a counter with one sample per (label values, value) pair. Pairs with value None are omitted."""
     return _filled(CounterMetricFamily(name, text, labels=_several(labels)), values)
 
 
@@ -37,7 +37,7 @@ def _several(labels: Labels) -> tuple[str, ...]:
 
 class MetricFamilies(list[Metric]):
     """A list of metrics that are collected together. `prefix` is prepended to every name. Label names follow a metric's
-    name in braces. A value is one number, or a mapping from label values to numbers; metrics and samples with value
+    name in braces. A value is one number, or a mapping from label values to numbers. Metrics and samples with value
     None are omitted."""
 
     def __init__(self, prefix: str) -> None:

@@ -172,8 +172,8 @@ class Description(Protocol[S]):
 
 
 class OperationFailure(Exception, Generic[S]):
-    """The reason for a rollback. `step` is None if the operation was cancelled; `error` is the exception of the
-    step."""
+    """The reason for a rollback. `step` is the failed step, or None if the operation was cancelled. `error` is the
+    exception of the step."""
 
     def __init__(self, step: S | None, why: str, error: Exception | None = None) -> None:
         super().__init__(why if step is None else f"{step}: {why}")

@@ -47,7 +47,7 @@ class PauseRegistry:
 
     @property
     def pauses(self) -> dict[PauseScope, OperatorPause]:
-        """The pauses in force, by part; expired pauses are omitted."""
+        """The pauses in force, by part. Expired pauses are omitted."""
         now_s = self._clock.now_s()
         return {
             part: pause

@@ -7,7 +7,7 @@ MOST_S = 1e9  # about 30 years: a later time may not be a valid date
 
 
 def lifetime_faults(ttl_s: float, field: str = "ttl_s", until: str = "released") -> list[str]:
-    """Return a list with the fault of `ttl_s`, reported for `field`; the list is empty if `ttl_s` is valid. `until` is
+    """Return a list with the fault of `ttl_s`, reported for `field`. The list is empty if `ttl_s` is valid. `until` is
     the event that ends an order without an expiry, for example "released"."""
     if 0 <= ttl_s <= MOST_S:
         return []

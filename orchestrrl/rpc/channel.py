@@ -56,7 +56,7 @@ class Backoff:
             raise ValueError(f"first_s must be > 0 and <= cap_s, got {self.first_s} and {self.cap_s}")
 
     def delay_s(self, failures: int, rng: random.Random = _RNG) -> float:
-        """Return the delay in seconds after `failures` consecutive failed attempts; `failures` must be >= 1."""
+        """Return the delay in seconds after `failures` (>= 1) consecutive failed attempts."""
         doublings = min(failures - 1, 30)  # 2**30 times any sensible first_s exceeds any cap
         return min(self.cap_s, self.first_s * 2.0**doublings) * rng.uniform(0.5, 1.0)
 
@@ -94,7 +94,8 @@ async def stay_connected(
 
 
 async def _ending(conversation: Coroutine[Any, Any, None]) -> str | BaseException:
-    """Await the end of the conversation; return the reason as a text, or the exception if it is unexpected."""
+    """Await the end of the conversation. Return the reason for the end as a text, or the exception if it is
+    unexpected."""
     task = asyncio.create_task(conversation)
     try:
         await asyncio.wait({task})

@@ -71,7 +71,7 @@ class EnumCodec(Generic[Member]):
         self.from_pb: Callable[[int], Member] = self.reader(enum.name)
 
     def reader(self, name: str, is_optional: bool = False) -> Callable[[int], Any]:
-        """Return the function that reads the field `name`; if the field is optional, unspecified values are read as
+        """Return the function that reads the field `name`. If the field is optional, unspecified values are read as
         None."""
 
         def read(number: int) -> Member | None:
@@ -120,8 +120,8 @@ class Flat:
         self._specs = specs
 
     def mapping(self, kind: Any, message: _Descriptor) -> "FieldMapping":
-        """Return the mapping of `kind`; for a union, the mapping of its first class. The classes of a union must have
-        the same fields, and can be written but not read."""
+        """Return the mapping of `kind` or, for a union, of its first class. The classes of a union must have the same
+        fields, and can be written but not read."""
         classes = [*filter(is_dataclass, (kind, *get_args(kind)))]
         return FieldMapping(
             classes[0], message, self._specs, is_writable_only=len(classes) > 1 or classes[0] is not kind

@@ -36,8 +36,8 @@ NO_FABRIC = "no optical fabric is configured: set fabric.site in the daemon's co
 
 
 class FabricService(fabric_pb2_grpc.FabricServicer):
-    """The servicer of the Fabric service. Agents report windows even if no fabric is configured, so that `orchestrrl
-    fabric slack` can display them.
+    """The servicer of the Fabric service. Agents report windows even if no fabric is configured, so that
+    `orchestrrl fabric slack` can display them.
     """
 
     def __init__(self, fabric: FabricParts, hub: WindowTracker, clock: Clock) -> None:

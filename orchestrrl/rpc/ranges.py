@@ -3,8 +3,8 @@ size.
 
 The rule of a field depends on its type. Numbers of seconds, rates and shares must be finite, >= 0 and <= `MOST_NUMBER`.
 Integers must fit into signed 64-bit integers, enum values must be known, and texts must not be too long. `_NAMED` and
-`_RULES` list the fields with other rules. A text whose name ends in `_json` is only bounded by the size of its message;
-the code that parses it checks the rest.
+`_RULES` list the fields with other rules. A text whose name ends in `_json` is limited only by the size of its message.
+The code that parses the text checks its content.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -259,8 +259,8 @@ def _characters(name: str, rule: _Rule) -> float:
 
 
 def _check_count(path: str, count: int, rule: _Rule, limits: "LimitSettings", faults: list[str]) -> None:
-    """Check the number of items of a list. Raises LimitReached if a configured limit is exceeded; for any other limit,
-    adds a fault."""
+    """Check the number of items of a list. Raises LimitReached if a configured limit is exceeded. If another limit is
+    exceeded, adds a fault to `faults`."""
     if rule.key and count > (most := getattr(limits, rule.key)):
         raise LimitReached(f"{path}: must have at most {most} items (limits.{rule.key}), got {count}")
     most = MOST_ITEMS if rule.most is None else rule.most

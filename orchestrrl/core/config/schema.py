@@ -215,7 +215,7 @@ class PacketSideSettings(Section):
 
 
 class RouterSettings(Section):
-    """The router of one ToR; `options` are the options of its driver."""
+    """The router of one ToR. `options` are the options of its driver."""
 
     tor: Name
     driver: Name
@@ -272,7 +272,7 @@ class CircuitOwnership(StrEnum):
 
 
 class SwitchSettings(Section):
-    """One optical circuit switch; `options` are the options of its driver."""
+    """One optical circuit switch. `options` are the options of its driver."""
 
     id: Name
     driver: Name

@@ -1,4 +1,4 @@
-"""Manage the daemon's mode and its reason. A mode set by an operator persists over restarts."""
+"""Manage the daemon's mode and its reason. A mode set by an operator persists across restarts."""
 
 import logging
 
@@ -24,8 +24,8 @@ class ModeSwitch:
         self.current = self._recovered()
 
     def set(self, mode: Mode, reason: str) -> Mode:
-        """Set the mode and return the previous mode. The new mode persists over restarts while the configured mode
-        stays the same."""
+        """Set the mode and return the previous mode. The new mode persists across restarts as long as the configured
+        mode does not change."""
         previous = self.current
         body = {"mode": mode, "previous": previous, "reason": reason, "configured": self._configured}
         if mode is Mode.ACT:

@@ -69,8 +69,8 @@ class FabricRouting:
 
     @asynccontextmanager
     async def standing_still(self) -> AsyncIterator[None]:
-        """Suspend periodic rerouting during the block, which checks cables. Routes stay as they are even if links gain
-        or lose light."""
+        """Suspend periodic rerouting inside the `async with` block, for cable checks. Routes do not change there, even
+        if links gain or lose light."""
         async with self._turn:
             was, self._is_changing = self._is_changing, True
             try:

@@ -31,7 +31,7 @@ def numbers_in(text: str) -> tuple[int, ...]:
 
 
 def numbers_text(numbers: Iterable[int]) -> str:
-    """Format numbers as a text with runs, such as `1-4,9`. The order of the numbers is kept."""
+    """Format numbers as a string that shows consecutive numbers as ranges, such as `1-4,9`. The order is kept."""
     return ",".join(number_runs(numbers))
 
 

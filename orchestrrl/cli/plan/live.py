@@ -59,7 +59,7 @@ async def history(
     client: ControlClient,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of redeployments.")] = 20,
     redeployment_id: Annotated[
-        str, typer.Option("--id", metavar="REDEPLOYMENT", help="Show only this redeployment, with a time line.")
+        str, typer.Option("--id", metavar="REDEPLOYMENT", help="Show only this redeployment, with a timeline.")
     ] = "",
 ) -> Output:
     """List past redeployments, newest first. With --id, show the steps of one redeployment over time.

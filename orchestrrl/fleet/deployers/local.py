@@ -1,8 +1,8 @@
-"""Run engines as processes of this machine that outlive the daemon.
+"""Run engines as processes on this machine that outlive the daemon.
 
 The deployer keeps no state in memory: records on disk hold the intended state, and the machine's processes show the
-actual state (local_machine.py). One thread makes each change under the fleet's lock, so that no other call, cancelled
-caller or second daemon of the fleet interferes.
+actual state (local_machine.py). Each change runs from start to end in one thread that holds the fleet's lock. No other
+call, cancelled caller or second daemon of the fleet can interfere with it.
 """
 
 import asyncio

@@ -129,8 +129,8 @@ class AnswerFile:
         return int(used_bytes)
 
     def prune(self, before_s: float, most_bytes: int, take: Callable[[int], bool], free: Callable[[int], None]) -> int:
-        """Remove requests without a piece since `before_s`, and the oldest requests if the file exceeds `most_bytes`.
-        Returns the number of removed requests.
+        """Remove requests that have received no piece since `before_s`, and the oldest ones if the file exceeds
+        `most_bytes`. Return the number of removed requests.
 
         `take` claims a request and returns False if the request is being served. Such requests are not removed. `free`
         releases the claim.

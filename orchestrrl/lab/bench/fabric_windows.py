@@ -89,8 +89,8 @@ async def _seen(stack: FabricDemoStack) -> PeriodOutcomes:
 
 
 def _latencies_s(run: PeriodOutcomes, until: Callable[[CommitRecord], float | None]) -> list[float]:
-    """Return the latencies, from the end of the last collective on the last rank, of the commits that waited for that
-    collective."""
+    """Return the latency of each commit that waited for a period's last collective. The latency starts when the last
+    rank has finished that collective."""
     found: list[float] = []
     for commit in run.commits:
         quiet, at_s = run.traffic.quiet_around(commit.commanded_s), until(commit)

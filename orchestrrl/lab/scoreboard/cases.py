@@ -199,7 +199,7 @@ def network_usd(stages: FabricStages) -> float:
 
 
 def at_scale(model: str, train_gpus: int, gpus: int, layouts: tuple[str, ...]) -> Case:
-    """Return a case of section 7, with requests in proportion to the generation GPUs."""
+    """Return a case of the paper's section 7. The number of requests is proportional to the generation GPUs."""
     generating = gpus - train_gpus
     prompts = generating * given.REQUESTS_PER_GPU.value // given.SAMPLES.value
     return Case(model, train_gpus, generating, prompts, given.MAX_TOKENS_AT_SCALE.value, layouts, fast_interval_s=5.0)

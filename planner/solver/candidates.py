@@ -268,17 +268,16 @@ def _moves(
     """Return the move cost of each request of `order`, in seconds, and the requests that change engine.
 
     If several requests move to an instance by the same method, they arrive together, so only the first pays the fixed
-    latency.
+    part.
     """
     source = problem.requests.instance[order]
     moves = source != NOWHERE
     moves[moves] = homes[source[moves]] != at[moves]
     running = moves & (problem.requests.state[order] == RUNNING)
     transfer_s, recompute_s = _move_s(problem, instances, order[running], at[running])
-    # Requests arrive together: the first at an instance by each method pays the fixed part for all.
     by_transfer = transfer_s < recompute_s
     fixed_s = np.where(by_transfer, problem.transfer.transfer_fixed_s, problem.transfer.recompute_fixed_s)
-    _, first = np.unique(np.stack([at[running], by_transfer]), axis=1, return_index=True)
+    _, first = np.unique(2 * at[running] + by_transfer, return_index=True)  # [instance and method]
     fixed_s[first] = 0.0
     costs_s = np.zeros(len(order))
     costs_s[running] = np.minimum(transfer_s, recompute_s) - fixed_s

@@ -207,8 +207,8 @@ def _unusable_ports(
 def _held_otherwise(
     facts: SwitchFacts, holders: Mapping[tuple[str, int], CrossConnect], pairs: Sequence[CrossConnect]
 ) -> Iterator[tuple[str, CrossConnect, CrossConnect]]:
-    """For each port of the pairs that is occupied by another circuit, yield the position in the list, the occupying
-    circuit and the listed pair."""
+    """Yield the position in the list, the occupying circuit and the listed pair for each port of the pairs that another
+    circuit occupies."""
     for index, pair in enumerate(pairs):
         for end in facts.ends(pair):
             if end in holders and holders[end] != pair:

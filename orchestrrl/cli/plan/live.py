@@ -13,17 +13,28 @@ from orchestrrl.cli.lazy import ControlClient, control_pb2
 from orchestrrl.cli.lazy import redeploy_text as words
 from orchestrrl.cli.output import Columns, Output, View, raise_faults, table
 from orchestrrl.cli.plan import explain
+from orchestrrl.core.errors import Permanent
 from orchestrrl.core.ttl import lifetime_faults
 
 PlanId = Annotated[str, typer.Argument(metavar="[PLAN]", help="The plan's id. Default: the latest.")]
 
 
 @daemon_command
-async def explain_(client: ControlClient, plan: PlanId = "") -> Output:
+async def explain_(
+    client: ControlClient,
+    plan: PlanId = "",
+    acted: Annotated[bool, typer.Option("--acted", help="Explain the latest plan that was carried out.")] = False,
+) -> Output:
     """Explain a plan: its inputs, alternatives, proposed fleet, admission, and predicted and actual makespan.
 
     Example: `orchestrrl plan explain plan-3`
     """
+    if acted:
+        raise_faults([f"--acted: cannot be combined with PLAN, got {plan!r}"] if plan else [])
+        stored = await answer(client, client.control.ListPlans, control_pb2.ListPlansRequest())
+        plan = next((each["plan_id"] for each in stored["plans"] if each["acted"]), "")
+        if not plan:
+            raise Permanent("no stored plan has been carried out: see `orchestrrl plan list`")
     found = await answer(client, client.control.GetPlan, control_pb2.GetPlanRequest(plan_id=plan))
     status = await fetch_status(client)
     document = {**found, "control": status["plan_control"], "calibration": status["plan_calibration"]}

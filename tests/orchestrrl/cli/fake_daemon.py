@@ -231,6 +231,7 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
     def __init__(self) -> None:
         self.received: list[Any] = []
         self.empty = False
+        self.plans = [PLAN]
         self.address = ""
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.Status:  # type: ignore[override]
@@ -246,13 +247,14 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
     async def GetPlan(self, request: pb.GetPlanRequest, context: Context) -> pb.Plan:  # type: ignore[override]
         if self.empty:
             await refuse(context, grpc.StatusCode.NOT_FOUND, "no plan has been made yet")
-        if request.plan_id not in ("", PLAN.plan_id):
-            await refuse(context, grpc.StatusCode.NOT_FOUND, f"no plan {request.plan_id!r}")
-        return PLAN
+        for plan in self.plans:
+            if request.plan_id in ("", plan.plan_id):
+                return plan
+        await refuse(context, grpc.StatusCode.NOT_FOUND, f"no plan {request.plan_id!r}")
 
     async def ListPlans(self, request: pb.ListPlansRequest, context: Context) -> pb.ListPlansResponse:  # type: ignore[override]
         self.received.append(request)
-        return pb.ListPlansResponse(plans=[] if self.empty else [PLAN])
+        return pb.ListPlansResponse(plans=[] if self.empty else self.plans)
 
     async def WatchPlans(self, request: pb.WatchPlansRequest, context: Context) -> AsyncIterator[pb.PlanEvent]:  # type: ignore[override]
         yield pb.PlanEvent(plan=None if self.empty else PLAN, control=CONTROL)

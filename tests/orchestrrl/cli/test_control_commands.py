@@ -156,6 +156,21 @@ def test_plan_explain_of_one_plan(daemon: FakeDaemon) -> None:
     assert (missing.exit_code, missing.stderr) == (1, "no plan 'plan-9'\n")
 
 
+def test_plan_explain_of_the_latest_plan_that_was_carried_out(daemon: FakeDaemon) -> None:
+    missing = run(daemon, "plan", "explain", "--acted")
+    assert (missing.exit_code, missing.stderr) == (
+        1,
+        "no stored plan has been carried out: see `orchestrrl plan list`\n",
+    )
+    daemon.plans += [
+        pb.Plan(plan_id="plan-2", decision="reconfigure", acted=True),
+        pb.Plan(plan_id="plan-1", acted=True),
+    ]
+    assert output_text(run(daemon, "plan", "explain", "--acted")).startswith("plan-2: reconfigure, acted on")
+    both = run(daemon, "plan", "explain", "plan-3", "--acted")
+    assert (both.exit_code, both.stderr) == (2, "--acted: cannot be combined with PLAN, got 'plan-3'\n")
+
+
 def test_plan_explain_without_proposal_prints_no_bound() -> None:
     nothing = pb.Plan(
         plan_id="plan-4", decision="keep", reason_code="no_step_times", reason="no step times for e0: why"

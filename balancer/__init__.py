@@ -1,1 +1,1 @@
-"""The decisions of the fast loop, without side effects: no module here uses a socket, a clock or a file."""
+"""The decisions of the fast loop. The modules have no side effects: they use no sockets, clocks or files."""

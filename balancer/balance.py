@@ -2,10 +2,10 @@
 Has no side effects.
 
 `balanced_workers` selects the engines that take part. `decide_balance` chooses the moves and decides whether to make
-them. The daemon and the simulator call the same functions. If the step times of all engines are known, moves are chosen
-by the predicted ends of the engines (packing.py). Otherwise, or if an engine is stalled, moves are chosen by the
-paper's rule (load_index_moves.py). Both require free KV at the destination (kv_headroom.py) and apply the limits of
-move_limits.py.
+them. The daemon and the simulator call the same functions. If all step times and remaining lengths are known and no
+engine is stalled, moves are chosen by the predicted finish times of the engines (packing.py). Otherwise, or if the
+configuration requires it, moves are chosen by the paper's rule (load_index_moves.py). Both methods require free KV at
+the destination (kv_headroom.py) and apply the limits of move_limits.py.
 """
 
 from collections import Counter
@@ -49,7 +49,8 @@ PREEMPTION_RISK = 0.1  # accepted probability, by the length forecast, that a mo
 
 
 class BalanceSettings(Protocol):
-    """The section `fast` of the configuration. The configuration schema documents the fields."""
+    """The fields of section `fast` of the configuration that the balancer uses. The configuration schema documents
+    them."""
 
     policy: FastPolicy
     tolerance: float
@@ -65,7 +66,7 @@ class BalanceSettings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BalanceSituation:
-    """The inputs of a tick that the snapshot does not contain."""
+    """The inputs of one tick of the fast loop that the snapshot does not contain."""
 
     mode: Mode
     moves_open: int = 0  # operations that move requests and have no result yet
@@ -82,7 +83,8 @@ class BalanceSituation:
 
 @dataclass(frozen=True, slots=True)
 class PolicyInForce:
-    """The policy that chose the moves of a tick: packing, load_index (the paper's rule), or none."""
+    """The policy that chose the moves of a tick, with the reason for its use. `name` is packing, load_index (the
+    paper's rule), or none."""
 
     name: str
     reason: str
@@ -113,11 +115,13 @@ class BalanceDecision:
 
 
 def balanced_workers(snapshot: Snapshot, settings: BalanceSettings, headroom: bool = True) -> tuple[Worker, ...]:
-    """Return the healthy engines with fresh reports that are not draining or outdated, each with its requests.
+    """Return a worker, with its requests, for each engine that is healthy, has fresh reports, and is neither draining
+    nor outdated.
 
     An engine without fresh reports is omitted, so that a failed node does not prevent balancing of the other engines.
-    If `headroom` is set, free KV is reduced by `headroom_tokens` per running request, as a reserve for its growth. A
-    rate of 0 during the first `stall_grace_s` of a step is treated as unknown, because the engine is still prefilling.
+    If `headroom` is True, the free KV of an engine is reduced by `headroom_tokens` per running request, as a reserve
+    for its growth. A rate of 0 during the first `stall_grace_s` seconds of a step is treated as unknown, because the
+    engine may still be prefilling.
     """
     queues: dict[EngineId, tuple[list[RequestView], list[RequestView]]] = {
         engine.id: ([], []) for engine in snapshot.engines if _usable(engine, settings)
@@ -157,9 +161,9 @@ def staying(workers: Sequence[Worker]) -> frozenset[RequestId]:
     """Return the running requests that have no reason to leave their engine.
 
     Moving a waiting request costs nothing, but moving a running request costs a prefill. A running request therefore
-    leaves only an engine that has waiting requests, is stalled or is crowded. A crowded engine has at least
-    CROWDED_RATIO times as many requests as the emptiest engine would have after the move. Without this rule, small
-    errors in measured rates would move requests back and forth.
+    leaves its engine only if the engine has waiting requests, is stalled or is crowded. An engine is crowded if it runs
+    at least CROWDED_RATIO times as many requests as the emptiest engine would have after the move. Without this rule,
+    small errors in measured rates would cause requests to move back and forth.
     """
     fewest = min((len(worker.requests) for worker in workers), default=0)
     return frozenset(
@@ -171,7 +175,7 @@ def staying(workers: Sequence[Worker]) -> frozenset[RequestId]:
 
 
 def decide_balance(snapshot: Snapshot, settings: BalanceSettings, situation: BalanceSituation) -> BalanceDecision:
-    """Return the decision of one tick. The moves are computed even if the decision is Hold, so that operators can see
+    """Return the decision of one tick. The moves are computed even if the verdict is Hold, so that operators can see
     them."""
     used = replace(snapshot, engines=tuple(engine for engine in snapshot.engines if _usable(engine, settings)))
     workers = balanced_workers(snapshot, settings, headroom=situation.distributions is None)
@@ -223,10 +227,11 @@ def _sources(used: Snapshot, step_times: Mapping[EngineId, StepTimeEstimates]) -
 def _judge(
     used: Snapshot, settings: BalanceSettings, situation: BalanceSituation, balance: Balance, packing: Packing | None
 ) -> Verdict:
-    """Return Act if the moves should be made, otherwise Hold. `used` contains only usable engines.
+    """Return Act if the moves of the tick should be made, and Hold otherwise. `used` contains only usable engines.
 
-    Codes of Hold, in the order of the checks: nothing_to_do, stale_telemetry, moves_open, awaiting_telemetry,
-    planning, no_policy, no_gain | within_theta | no_feasible_move, advise_only. Codes of Act: pack | spread.
+    The codes of Hold, in the order of the checks, are nothing_to_do, stale_telemetry, moves_open, awaiting_telemetry,
+    planning, no_policy, the reason why no move was found (no_gain, within_theta or no_feasible_move), and advise_only.
+    The codes of Act are pack and spread.
     """
     if not used.requests:
         return Hold("nothing_to_do", "no requests are in flight")
@@ -262,7 +267,8 @@ def _stale(snapshot: Snapshot, settings: BalanceSettings) -> Hold | None:
 
 
 def _unsettled(snapshot: Snapshot, situation: BalanceSituation) -> Hold | None:
-    """Return a Hold if earlier moves have not ended or their effect has not been reported yet; otherwise None."""
+    """Return a Hold if earlier moves have not ended, if their effect has not been reported yet, or if the slow loop is
+    about to decide. Return None otherwise."""
     if situation.moves_open:
         return Hold("moves_open", f"{situation.moves_open} earlier operations have no result yet")
     oldest_s = snapshot.now_s - (snapshot.inputs_age_s or 0.0)
@@ -276,11 +282,12 @@ def _unsettled(snapshot: Snapshot, situation: BalanceSituation) -> Hold | None:
 def packing_configurations(
     workers: Sequence[Worker], engines: Sequence[EngineView], settings: BalanceSettings, situation: BalanceSituation
 ) -> dict[EngineId, Configuration] | Hold:
-    """Return each engine's configuration, with the KV capacity and slots that the engine reports.
+    """Return the configuration of each engine, with the KV capacity and slots that the engine reports, and with the
+    step times of slow engines scaled up.
 
-    `engines` are the engines of the workers. Return a Hold if the paper's rule must decide instead of packing. That is
-    the case if the settings require it, if a step time or a request's remaining length is unknown, or if an engine is
-    stalled, so that its end cannot be predicted.
+    `engines` are the engines of the workers. Return a Hold if the paper's rule must decide instead of packing. This is
+    the case if the settings require it, if there are no engines, if a step time or a request's remaining length is
+    unknown, or if an engine is stalled. The finish time of a stalled engine cannot be predicted.
     """
     if settings.policy is not FastPolicy.PACKING:
         return Hold("configured", f"fast.policy is {settings.policy}")
@@ -322,8 +329,8 @@ def _slowed(configuration: Configuration, times: float) -> Configuration:
 
 
 def _slowdowns(workers: Sequence[Worker], configurations: Mapping[EngineId, Configuration]) -> dict[EngineId, float]:
-    """Return the slowdown factors of the slow engines. An engine is slow if its ratio of measured to configured step
-    time is far above the median ratio."""
+    """Return the slowdown factor of each slow engine, relative to the median engine. An engine is slow if its ratio of
+    measured to configured step time is far above the median ratio."""
     ratios = {}
     for worker in workers:
         kv_tokens = sum(request.context_tokens for request in worker.running)

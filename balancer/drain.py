@@ -1,8 +1,9 @@
 """Choose destinations for the requests of engines that are being emptied. Has no side effects.
 
-A request moves to the engine that has the smallest share of its slots in use after the move. Engines whose free KV
-holds the context are preferred, then engines of the same pool. Waiting requests move first, because that costs nothing,
-then running requests with short contexts, which are recomputed fastest and have the most tokens left. Ids break ties.
+Engines whose free KV holds the context of a request are preferred, then engines of the same pool. Among these, the
+request moves to the engine that has the smallest share of its slots in use after the move. Waiting requests move first,
+because moving them costs nothing. Then running requests move, short contexts first, because these are recomputed
+fastest and have the most tokens left. Ids break ties.
 """
 
 from collections import Counter
@@ -25,9 +26,9 @@ def leave(
 ) -> tuple[RequestMove, ...]:
     """Return at most `max_moves` moves of movable requests from the engines `leaving` to the engines `willing`.
 
-    `requests` are all requests in flight; they determine the load of each engine. `avoid` maps a request to the
-    engines that have refused it; a request that all engines have refused may try them again. Requests in `excluded`
-    are not moved.
+    `requests` are all requests in flight, which determine the load of each engine. `avoid` maps a request to the
+    engines that have refused it. A request that all engines have refused may be moved to them again. Requests in
+    `excluded` are not moved.
     """
     targets = [engine for engine in engines if engine.id in willing and engine.id not in leaving]
     if not targets:

@@ -2,9 +2,9 @@
 
 The check includes the growth of the engine's requests and the KV that they free when they end.
 
-Lengths are given as equally likely scenarios, each with a number of remaining tokens for every request. Within one
-scenario, all requests grow by one token per iteration and leave when they end, so that KV usage peaks just as one of
-them ends. Exactly known lengths are a single scenario.
+Remaining lengths are given as equally likely scenarios, each with a number of remaining tokens for every request.
+Within one scenario, all requests grow by one token per iteration and leave when they end, so that KV usage peaks just
+before a request ends. Exactly known lengths form a single scenario.
 """
 
 from bisect import bisect_left, insort
@@ -24,17 +24,17 @@ MOST_LOOKED_AT = 48
 
 
 class LengthDistributions(Protocol):
-    """Samples of the number of tokens that requests still generate (see planner/workload/remaining_tokens.py)."""
+    """Samples of the number of tokens that requests will still generate (see planner/workload/remaining_tokens.py)."""
 
     def of(self, requests: Sequence[RequestView]) -> Sequence[Sequence[int]]:
-        """Return, for each request, its remaining tokens in each scenario, at least 1."""
+        """Return, for each request, the number of its remaining tokens in each scenario. Every number is at least 1."""
 
 
 class ForecastKvHeadroom:
     """Tracks the KV headroom of engines while the moves of a tick are chosen.
 
-    A request fits if the KV cache does not overflow in more than a share `risk` (0 <= risk < 1) of the scenarios. KV
-    held by requests that are not listed in the workers is assumed to stay in use.
+    A request fits if the KV cache overflows in at most the fraction `risk` (0 <= risk < 1) of the scenarios. KV held by
+    requests that are not listed in the workers is assumed to stay in use.
     """
 
     def __init__(self, workers: Iterable[Worker], distributions: LengthDistributions, risk: float) -> None:
@@ -47,10 +47,10 @@ class ForecastKvHeadroom:
         self._held: dict[EngineId, _Held] = {}
 
     def fits(self, request: RequestId, source: EngineId, destination: EngineId) -> bool:
-        """Return whether the destination can take the request without a preemption.
+        """Return whether the destination can take the request within the accepted risk of a preemption.
 
-        The result is also True for a waiting request if the destination will preempt requests even without it, because
-        the request can wait on either engine.
+        The result is also True for a waiting request if the destination is overcommitted even without it, because the
+        request can wait on either engine.
         """
         held = self._of(destination)
         stay = self._stays_on(source)[request]
@@ -81,7 +81,8 @@ class ForecastKvHeadroom:
 
 
 class _Stay(NamedTuple):
-    """One request on an engine. `remaining_tokens` has one value per scenario, each at least 1."""
+    """One request on an engine. `remaining_tokens` has one value per scenario, each at least 1. `runs` is False if the
+    request is waiting."""
 
     context_tokens: int
     remaining_tokens: Sequence[int]
@@ -164,9 +165,9 @@ def _punctual(held: Sequence[_Part]) -> list[_Part]:
 
 
 def _overflows(held: Sequence[_Part], kv_tokens: int) -> bool:
-    """Return whether requests that grow together exceed `kv_tokens` at the end of any of them.
+    """Return whether requests that grow together exceed `kv_tokens` tokens of KV when any of them ends.
 
-    `held` is sorted by the end of the requests, ascending; the longest requests are examined first.
+    `held` is sorted by `until_tokens`, ascending. The longest requests are examined first.
     """
     tokens = 0
     for count, (until_tokens, context_tokens, _) in enumerate(reversed(held), start=1):

@@ -16,7 +16,7 @@ UNKNOWN_FLEET_TOKENS_PER_S = 1.0  # assumed if no worker has a known positive ra
 class Worker:
     """An engine that requests may move from or to, with its requests and limits.
 
-    A rate of None is unknown. A rate of 0 with running requests is a stall.
+    If `decode_tokens_per_s` is None, the rate is unknown. If it is 0 while requests are running, the worker is stalled.
     """
 
     id: EngineId
@@ -45,7 +45,8 @@ class Worker:
 
 
 def stand_in_tokens_per_s(workers: Sequence[Worker]) -> float:
-    """Return the rate assumed for workers with an unknown rate: the median of the known positive rates."""
+    """Return the decode rate that is assumed for workers with an unknown rate. It is the median of the known positive
+    rates, or UNKNOWN_FLEET_TOKENS_PER_S if there are none."""
     known = [worker.decode_tokens_per_s for worker in workers if worker.decode_tokens_per_s]
     return median(known) if known else UNKNOWN_FLEET_TOKENS_PER_S
 
@@ -53,11 +54,11 @@ def stand_in_tokens_per_s(workers: Sequence[Worker]) -> float:
 def concurrency_cap(
     running: int, requests: int, context_tokens: int, kv_free_tokens: int, max_sequences: int, fleet: tuple[int, int]
 ) -> int:
-    """Return how many sequences a worker can run at once, given its free KV; at least 1.
+    """Return how many sequences a worker can run at once, given its free KV. The result is at least 1.
 
-    `context_tokens` is the total context of its `requests`. `fleet` has the number of requests of all workers and the
-    total of their context tokens; the mean context of the fleet is used for a worker without requests. All values are
-    integers, so that the floor is exact.
+    `requests` is the number of the worker's requests, and `context_tokens` is their total context. `fleet` contains the
+    number of requests of all workers and their total context in tokens. For a worker without requests, the mean context
+    of the fleet is used. All values are integers, so that rounding down is exact.
     """
     if not requests:
         requests, context_tokens = fleet
@@ -70,9 +71,9 @@ def concurrency_cap(
 
 
 def load_index(requests: int, cap: int, tokens_per_s: float) -> float:
-    """Return the load index (equation 5) in seconds per token and slot; 0 if there are no requests.
+    """Return the load index (equation 5) in seconds per token and slot. The index is 0 if there are no requests.
 
-    The result is clamped to the largest finite float for rates close to 0.
+    For rates close to 0, the index is clamped to the largest finite float.
     """
     if not requests:
         return 0.0

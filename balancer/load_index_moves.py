@@ -2,8 +2,8 @@
 effects.
 
 Requests move from the most congested worker to the least congested worker with enough free KV, for as long as the
-spread of load indices exceeds theta. Waiting requests move before running requests, short contexts first. Ids break
-ties.
+spread exceeds theta. The spread is the difference between the highest and the lowest load index. Waiting requests move
+before running requests, and short contexts before long contexts. Ids break ties.
 """
 
 from bisect import bisect_left
@@ -27,7 +27,7 @@ MAX_MOVES = "max_moves"
 @dataclass(frozen=True, slots=True)
 class Balance:
     """The moves of one tick, in order, with the load indices before and after them. An index is None if its worker is
-    stalled; a spread is None if any worker is stalled."""
+    stalled. A spread is None if any worker is stalled."""
 
     load_before: Mapping[EngineId, float | None]
     load_after: Mapping[EngineId, float | None]
@@ -48,10 +48,10 @@ def decide(
 ) -> Balance:
     """Return the moves of one tick, which reduce the spread of load indices to `theta` if possible.
 
-    The keyword parameters are for the live loop. At most `max_moves` moves are returned. Requests in `excluded` are not
-    moved. If `forget_stuck` is True, a stalled worker without a possible move is ignored, so that all other workers are
-    still balanced. Moves must satisfy the limits `room` in addition to the check of free KV. Raises ValueError if
-    `theta` is negative or NaN.
+    The keyword parameters extend the paper's rule for the live loop. At most `max_moves` moves are returned. Requests
+    in `excluded` are not moved. If `forget_stuck` is True, a stalled worker without a possible move is ignored, so that
+    all other workers are still balanced. Moves must satisfy the limits `room` in addition to the check of free KV.
+    Raises ValueError if `theta` is negative or NaN.
     """
     if not theta >= 0:
         raise ValueError(f"theta must be >= 0, got {theta}")
@@ -138,7 +138,7 @@ class _Load:
         return running, requests, context_tokens, kv_free_tokens, cap, load_index(requests, cap, self._tokens_per_s)
 
     def without(self, departure: _Departure) -> _Holding:
-        """Return the load after the request has left. A running request frees its KV."""
+        """Return the worker's load after the request `departure` has left. A request that was running frees its KV."""
         tokens, _, state = departure
         requests, context_tokens = self.requests - 1, self.context_tokens - tokens
         if state is RequestState.RUNNING:
@@ -146,9 +146,9 @@ class _Load:
         return self._holding(self.running, requests, context_tokens, self.kv_free_tokens)
 
     def joined_by(self, tokens: int) -> _Holding:
-        """Return the load after a request of `tokens` context tokens has arrived.
+        """Return the worker's load after a request of `tokens` context tokens has arrived.
 
-        The request runs if a slot and enough KV are free, otherwise it waits.
+        The request runs if a slot and enough KV are free. Otherwise, it waits.
         """
         requests, context_tokens = self.requests + 1, self.context_tokens + tokens
         if self.running < self._max_sequences and tokens <= self.kv_free_tokens:
@@ -156,11 +156,11 @@ class _Load:
         return self._holding(self.running, requests, context_tokens, self.kv_free_tokens)
 
     def having(self, tokens: int) -> _Holding | None:
-        """Return the load after a request of `tokens` context tokens has arrived.
+        """Return the worker's load after a request of `tokens` context tokens has arrived.
 
-        Return None if the context does not fit, or if it would reduce the concurrency of the present requests. A longer
-        context gives a smaller concurrency cap and a higher index, so each result also updates the bounds for other
-        contexts.
+        Return None if the context does not fit, or if the arrival would lower the concurrency cap so far that some
+        requests must wait. A longer context gives a lower cap and a higher load index, so each call also updates the
+        bounds on other contexts.
         """
         if tokens > self.room:
             return None
@@ -203,13 +203,15 @@ class _Fleet:
         heapify(self._sources)
 
     def load_indices(self) -> dict[EngineId, float | None]:
-        """Return the load index of each worker, in the order of the given workers; None for stalled workers."""
+        """Return the load index of each worker, in the order in which the workers were given. The index is None for a
+        stalled worker."""
         indices = {load.worker.id: _reported(load.load_index) for load in self._loads}
         return {worker: indices[worker] for worker in self._output_order}
 
     @property
     def counted_spread(self) -> float:
-        """The highest minus the lowest load index, without forgotten workers; inf while a worker is stalled."""
+        """The highest minus the lowest load index of the workers that `set_aside` has not excluded. The value is inf
+        while one of them is stalled."""
         if not self._ascending:
             return 0.0
         highest = self._ascending[-1][0]
@@ -217,7 +219,7 @@ class _Fleet:
 
     @property
     def spread(self) -> float:
-        """The highest minus the lowest load index of all workers; inf while a worker is stalled."""
+        """The highest minus the lowest load index of all workers. The value is inf while any worker is stalled."""
         return inf if any(load.load_index == inf for load in self._forgotten) else self.counted_spread
 
     def most_congested(self) -> _Load | None:
@@ -232,15 +234,16 @@ class _Fleet:
         return None
 
     def set_aside(self, load: _Load, forget: bool) -> None:
-        """Stop moving requests away from this worker. If `forget` is True, also exclude it from the spread."""
+        """Stop moving requests away from this worker. If `forget` is True, also exclude the worker from
+        `counted_spread`."""
         load.set_aside = True
         if forget:
             self._remove(load)
             self._forgotten.append(load)
 
     def find_move(self, source: _Load, spread: float) -> _Found | None:
-        """Return the first feasible move away from the source, in its order of departures. `spread` is the current
-        spread."""
+        """Return the first feasible move away from the source, in the order of its departures, or None if there is
+        none. `spread` is the current spread."""
         if not source.stalled and isinf(spread):
             return None  # while another worker is stalled, no move from this one lowers the spread
         rest = _Rest(self._ascending, source.position)
@@ -286,9 +289,10 @@ class _Fleet:
         return None
 
     def _move_to_extreme(self, source: _Load, spread: float, rest: "_Rest") -> _Found | None:
-        """Return the first feasible move of a source that does not determine the spread.
+        """Return the first feasible move away from a source whose load index does not determine the spread, or None if
+        there is none.
 
-        Only a move to the worker with the lowest or the highest index can then lower the spread.
+        For such a source, only a move to the worker with the lowest or the highest index can lower the spread.
         """
         extremes = [place for place in rest.extremes if rest.least_spread(place) < spread]
         windows = [rest.window(self._loads[place]) for place in extremes]
@@ -310,8 +314,8 @@ class _Fleet:
     def _among(
         self, source: _Load, places: Sequence[int], departure: _Departure, left: _Holding, spread: float, rest: "_Rest"
     ) -> tuple[_Load, _Holding] | None:
-        """Return the first worker of `places`, except the source, for which the move lowers the spread, with its
-        load."""
+        """Return the first worker at the positions `places`, except the source, to which the move is possible and
+        lowers the spread. Also return that worker's load after the move. Return None if there is no such worker."""
         for destination in map(self._loads.__getitem__, places):
             arrived = destination.having(departure[0])
             if (
@@ -328,8 +332,8 @@ class _Fleet:
         )
 
     def _departures(self, source: _Load) -> list[_Departure]:
-        """Return the requests that may leave. Waiting requests come before running requests, then short contexts before
-        long contexts. Ids break ties."""
+        """Return the requests that may leave the source, in the order of their departure. Waiting requests come before
+        running requests. In each of these groups, short contexts come before long contexts. Ids break ties."""
         if source.departures is None:
             excluded, worker, count = self._excluded, source.worker, len(source.worker.running)
             running, waiting = source.contexts[:count], source.contexts[count:]
@@ -347,7 +351,7 @@ class _Fleet:
         return source.departures
 
     def carry_out(self, source: _Load, found: _Found) -> RequestMove:
-        """Apply the move and restore the order of the workers."""
+        """Apply the move `found`, restore the order of the workers, and return the move."""
         place, destination, left, arrived = found
         assert source.departures is not None
         _, request, state = source.departures.pop(place)
@@ -386,8 +390,8 @@ class _Fleet:
 class _Rest:
     """The two lowest and the two highest load indices of the workers other than the source.
 
-    These four indices determine the spread after any move without a search. The range of the other workers' indices
-    only changes if the destination is one of the `extremes`.
+    With these four indices, the spread after any move is calculated without a search. Removing the destination changes
+    the range of the other workers' indices only if the destination is one of the `extremes`.
     """
 
     __slots__ = ("_highest", "_lowest", "_second_high", "_second_low", "high", "low")
@@ -408,12 +412,13 @@ class _Rest:
 
     @property
     def extremes(self) -> list[int]:
-        """The positions of the workers with the lowest and the highest index, without duplicates. Empty if the source
-        is the only worker."""
+        """The positions of the workers with the lowest and the highest index, without duplicates. The list is empty if
+        the source is the only worker."""
         return [place for place in dict.fromkeys((self._lowest, self._highest)) if place != NO_WORKER]
 
     def window(self, extreme: _Load) -> tuple[int, int]:
-        """Return the range (low, high] of contexts with which a move to `extreme` can lower the spread, in tokens.
+        """Return the range (low, high] of context lengths, in tokens, with which a move to `extreme` can lower the
+        spread.
 
         The spread falls only if the highest index falls or the lowest index rises.
         """
@@ -422,13 +427,14 @@ class _Rest:
         return (-1, extreme.relief) if extreme.position == self._highest else (extreme.no_burden, extreme.room)
 
     def least_spread(self, destination: int) -> float:
-        """Return a lower bound of the spread after a move to the destination."""
+        """Return a lower bound for the spread after a move to the destination."""
         high = self._second_high if destination == self._highest else self.high
         low = self._second_low if destination == self._lowest else self.low
         return high - low
 
     def spread_beside(self, left: float) -> float:
-        """Return the spread after the source's index becomes `left`, if the destination is not an extreme."""
+        """Return a lower bound for the spread after the source's index becomes `left`, if the destination is not an
+        extreme."""
         high, low = self.high, self.low
         return (high if high > left else left) - (low if low < left else left)
 

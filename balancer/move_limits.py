@@ -1,4 +1,5 @@
-"""Limit moves, so that requests do not move back and forth and engines do not only prefill. Has no side effects."""
+"""Limit moves, so that requests do not move back and forth and engines do not spend all their time on prefills. Has no
+side effects."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,8 +10,8 @@ from planner.model import EngineId, RequestId, Snapshot
 
 
 class LastMoves:
-    """The time of the latest move of each request. The times are lost in a restart, so a request may then move once too
-    early."""
+    """The time of the latest move of each request. The times are lost in a restart, so a request may then move sooner
+    after its last move than the settings allow."""
 
     def __init__(self) -> None:
         self._moved_s: dict[RequestId, float] = {}
@@ -20,7 +21,8 @@ class LastMoves:
         self._moved_s.update(dict.fromkeys(requests, at_s))
 
     def within(self, rest_s: float, now_s: float) -> Mapping[RequestId, float]:
-        """Return the times of the moves in the last `rest_s` seconds by request. Older moves are deleted."""
+        """Return the time of each request's latest move, for moves in the last `rest_s` seconds. Older times are
+        deleted."""
         self._moved_s = {request: at_s for request, at_s in self._moved_s.items() if now_s - at_s < rest_s}
         return self._moved_s
 
@@ -28,7 +30,7 @@ class LastMoves:
 def resting(
     snapshot: Snapshot, workers: Iterable[Worker], moved_s: Mapping[RequestId, float], rest_s: float
 ) -> frozenset[RequestId]:
-    """Return the requests that moved less than `rest_s` ago. Requests on stalled engines are exempt."""
+    """Return the requests that moved less than `rest_s` seconds ago. Requests on stalled engines are exempt."""
     if not moved_s:
         return frozenset()
     stalled = {worker.id for worker in workers if worker.stalled}
@@ -40,7 +42,8 @@ def resting(
 
 
 class MoveLimits:
-    """Limits the moves of a tick. At most `max_to_engine` running requests move to an engine, within its KV headroom.
+    """Limits the moves of a tick. At most `max_to_engine` running requests move to any one engine. If `room` is given,
+    each moved request must also fit in the KV headroom of its destination.
 
     If `keep_last` is True, a running request that is alone on an engine does not move to an empty engine unless its
     engine is stalled. Such a move would only change which of the two engines is idle.

@@ -3,14 +3,15 @@ Has no side effects.
 
 This is an alternative to the paper's rule (load_index_moves.py).
 
-The iterations of an engine take `alpha + beta*sequences + gamma*kv_tokens`. If it runs all its requests at once, it
-ends after `alpha * longest + sum(beta*r + gamma*(c*r + r*r/2))`, with context c and remaining tokens r of each request.
+An iteration of an engine takes `alpha + beta*sequences + gamma*kv_tokens` seconds. If the engine runs all its requests
+at once, it finishes after `alpha * longest + sum(beta*r + gamma*(c*r + r*r/2))` seconds. Here, c is the context and r
+the number of remaining tokens of each request, and `longest` is the largest r.
 
 Every engine with a long request pays `alpha * longest`, so long requests belong together, on engines with few other
-requests. The remaining length of a request is the mean of the distribution of all outputs, given the tokens that the
-request has generated. Requests of equal age have equal expected lengths and are spread evenly. If the distribution has
-a heavy tail, older requests have more tokens left. These requests are packed on engines from which younger and waiting
-requests are moved away.
+requests. The expected remaining length of a request is the mean of the distribution of all output lengths, given the
+number of tokens that the request has generated. Requests of equal age have equal expected lengths and are spread
+evenly. If the distribution has a heavy tail, older requests have more tokens left. These requests stay together on
+engines from which younger and waiting requests are moved away.
 """
 
 from bisect import insort
@@ -36,8 +37,8 @@ MIN_GAIN_SHARE = 0.001  # share of the time until the end that each move must ga
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The moves of one tick, in order, with each engine's expected finish before and after them, in seconds from
-    now."""
+    """The moves of one tick, in order, with the expected finish time of each engine before and after the moves. Times
+    are in seconds from now."""
 
     ends_before_s: dict[EngineId, float]
     ends_after_s: dict[EngineId, float]
@@ -69,11 +70,12 @@ def pack(
     `configurations` has each engine's step times, KV capacity and slots. `remaining_tokens` has the number of tokens
     that each request is expected to generate. Requests in `stuck` are not moved, and no request moves twice.
 
-    The source is the engine that finishes last. Destinations finish earlier by more than `tolerance` (0 to 1) of the
-    source's remaining time. After a move, both engines must finish earlier than the source did, by MIN_GAIN_SHARE of
-    that time, including the prefill at the destination. The move must also fit in `room`. A source without such a move
-    is set aside and the next one is examined, because lengths are uncertain and any engine may turn out to be the last.
-    A running request that moves pauses for `move_fixed_s`, while its destination continues to decode.
+    The source is the engine that finishes last. A destination finishes earlier than the source by more than the
+    fraction `tolerance` (0 to 1) of the source's remaining time. After a move, both engines must finish earlier than
+    the source did before, by at least MIN_GAIN_SHARE of that time, including the prefill at the destination. The move
+    must also satisfy the limits `room`. A source without such a move is set aside and the next engine is examined,
+    because lengths are uncertain and any engine may turn out to be the last. A running request that moves pauses for
+    `move_fixed_s`, while its destination continues to decode.
     """
     loads = sorted(
         (_Load(worker, configurations[worker.id], remaining_tokens, stuck, move_fixed_s) for worker in workers),
@@ -108,7 +110,7 @@ _by_end = attrgetter("end_s", "id")  # of a `_Load`
 def _best_move(
     source: "_Load", ascending: Sequence["_Load"], tolerance: float, room: MoveLimits | None
 ) -> "tuple[RequestView, _Load] | None":
-    """Return the request and the destination with which both engines finish earliest; None if no move helps."""
+    """Return the request and the destination whose move lets both engines finish earliest, or None if no move helps."""
     best: tuple[float, RequestView, _Load] | None = None
     early_s, limit_s = source.end_s * (1 - tolerance), source.end_s * (1 - MIN_GAIN_SHARE)
     destinations = [load for load in ascending[: DESTINATIONS + 1] if load is not source and load.end_s < early_s]
@@ -126,7 +128,7 @@ def _best_move(
 
 
 class _Load:
-    """The requests of one engine while moves are being chosen, with its predicted finish.
+    """The requests of one engine while moves are being chosen, with the predicted time until the engine finishes.
 
     Raises ValueError if the remaining tokens of a request are not finite and > 0.
     """
@@ -182,7 +184,7 @@ class _Load:
 
     @property
     def may_leave(self) -> list[RequestView]:
-        """The engine's original requests that can be moved, sorted by id."""
+        """The engine's original requests that can still be moved, sorted by id."""
         if self._may_leave is None:
             movable = (request for request in self._worker.requests if request.id not in self._stuck)
             self._may_leave = sorted(movable, key=attrgetter("id"))
@@ -192,10 +194,10 @@ class _Load:
         return self._remaining_tokens[request.id]
 
     def _end_s(self, held: "_Held", longest: float) -> float:
-        """Return the seconds until all held requests have ended.
+        """Return the time, in seconds, until all held requests have ended.
 
-        If the requests do not fit at once, the number of iterations also suffices for their total KV and slot usage,
-        and for the longest waiting request to start and end.
+        If the requests do not fit at once, the number of iterations must also suffice for their total KV and slot
+        usage, and for the longest waiting request to start and end.
         """
         configuration = self._configuration
         iterations = max(
@@ -235,14 +237,16 @@ class _Load:
         return self._remaining[-2] if len(self._remaining) > 1 else 0.0
 
     def _part(self, request: RequestView, runs: bool) -> "_Held":
-        """Return the contribution of one request to the totals of this engine."""
+        """Return the contribution of one request to the totals of this engine. `runs` is True if the request was
+        running on this engine from the beginning."""
         tokens, left = request.context_tokens, self._left(request)
         kv_area = tokens * left + left**2 / 2
         work_s = self._configuration.beta_s * left + self._configuration.gamma_s * kv_area
         return _Held(work_s, kv_area, left, tokens, int(runs), tokens / left if runs else 0.0, 0.0)
 
     def _without(self, request: RequestView) -> "_Held":
-        """Return the totals without the request. `longest_waiting` stays the same, so the gain is underestimated."""
+        """Return the totals without the request. `longest_waiting` stays the same, so the gain of a move may be
+        underestimated."""
         return _Held(*map(sub, self._held, self._part(request, request.state is RequestState.RUNNING)))
 
     def _with(self, request: RequestView) -> "_Held":

@@ -1,6 +1,6 @@
 """The driver contract: the operations that the control plane requires of any optical circuit switch.
 
-This is a plug point with one module per device family, which is registered in the entry-point group
+The contract is a plug point. Each device family has one module, which is registered in the entry-point group
 `orchestrrl.ocs_drivers` and looked up by `registry.py`. Every driver must pass `conformance.py`. A family does not
 implement all of `OcsDriver`. It implements a `SwitchWire`, which has only the few basic operations of its protocol, and
 `driver.py` builds the contract on top of it. Drivers raise the errors of `errors.py`.
@@ -81,15 +81,15 @@ class OcsDriver(Protocol):
         ...
 
     async def commit(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
-        """Carry out the part of the diff that is not yet in effect, then read the device to find what took effect.
+        """Carry out the part of the diff that is not yet in effect, then read the device to find out what took effect.
 
         Raises CircuitConflict, before any command is sent, if the device is not at `expect_revision`, or if a circuit
         to be removed is not owned by this driver. No command is sent twice. Commands that did not take effect are
         reported and not repeated. Raises DriverOutcomeUnknown only if the device could not be read after the commands.
 
-        If `revert_in_s` is given, the change is a trial. Unless it is confirmed, the commands of this commit are
-        reverted that many seconds after the commit has ended, whether or not it succeeded. Until then, every other
-        commit raises CircuitConflict. To complete the same diff, it may be committed again with `revert_in_s`. The time
+        If `revert_in_s` is given, the change is a trial. Unless the change is confirmed, its commands are reverted
+        `revert_in_s` seconds after the commit has ended, whether or not the commit succeeded. Until then, every other
+        commit raises CircuitConflict. The same diff may be committed again with `revert_in_s`, to complete it. The time
         until the revert then starts again. The process that owns the device performs the revert, for local and remote
         callers. A failed revert is retried, reported as an alarm, and included in the results of `cross_connects` and
         `verify`.
@@ -104,8 +104,8 @@ class OcsDriver(Protocol):
 
     async def take_over(self, pairs: Sequence[CrossConnect]) -> CrossConnectReading:
         """Mark these cross-connects as owned by this driver, regardless of their present owner. Reads the device and
-        changes nothing on it. If any of them is not on the device, raises CircuitConflict with all missing
-        cross-connects, and changes no ownership."""
+        changes nothing on it. Raises CircuitConflict and changes no ownership if any of the cross-connects is not on
+        the device. The error lists all missing cross-connects."""
         ...
 
     async def verify(self, diff: CircuitDiff) -> Verification:
@@ -148,7 +148,7 @@ class Arming(Protocol):
     """An optional interface of a driver that prepares a commit in advance and starts it on a signal.
 
     The driver performs as much of the work as possible before the signal, so that the command reaches the device
-    without delay. If a driver does not benefit from preparation, the caller calls `commit` at the signal.
+    without delay. If a driver does not implement this interface, the caller calls `commit` at the signal.
     """
 
     async def arm(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> Armed:
@@ -159,10 +159,10 @@ class Arming(Protocol):
 
 class SwitchWire(Protocol):
     """The basic operations (verbs) of one device protocol, without retries or policy. `driver.SwitchDriver` calls one
-    verb at a time, within a time limit, and opens the session again after an error. A verb raises
+    verb at a time, within a time limit, and opens the session again after an error. A verb raises one of these errors:
 
     - DriverRetryable: the device cannot be reached or is busy; a setter certainly did not take effect
-    - DriverPermanent: the device refused; the error contains the device's answer
+    - DriverPermanent: the device refused the command; the error contains the device's answer
     - DriverOutcomeUnknown: the connection broke after a setter was sent
     - ValueError: the answer is invalid.
     """

@@ -1,7 +1,7 @@
 """Parse the JSON answers of a Calient switch's REST interface, without side effects.
 
-Every function takes parsed JSON of any type and raises ValueError with the reason if it is invalid. Ports have names,
-`SHELF.MODULE.PORT`, and are numbered from 1 in the order of these names.
+The functions take parsed JSON of any type and raise ValueError, with the reason, if it does not have the expected form.
+Ports have names, `SHELF.MODULE.PORT`, and are numbered from 1 in the order of these names.
 """
 
 import re
@@ -60,9 +60,12 @@ class PortNames:
 
 
 def ports(body: object) -> dict[str, tuple[PortStatus, float | None]]:
-    """Return status and power in dBm by port name, from rows of `ports/?id=summary` or `?id=detail`. Only rows of
-    `?id=detail` have states. `as` is the administrative state, such as IS, OOS-MA or OOS-MT. OOS-NP means that the port
-    is not provisioned and therefore free. `os` and `oc` are the states of the hardware."""
+    """Return the status and the power in dBm of each port, by port name. The power is None if the switch reports no
+    number. `body` contains the rows of `ports/?id=summary` or `?id=detail`.
+
+    Only rows of `?id=detail` have states. `as` is the administrative state, such as IS, OOS-MA or OOS-MT. OOS-NP means
+    that the port is not provisioned and therefore free. `os` and `oc` are the states of the hardware.
+    """
     found: dict[str, tuple[PortStatus, float | None]] = {}
     for row in _rows(body, "port"):
         name = _name(row.get("port"))
@@ -87,8 +90,8 @@ def connections(body: object) -> list[CalientConnection]:
 
 def failures(body: object, count: int) -> list[str]:
     """Return one text for each of the request's `count` items, in order: the reason why the item failed, or "" if it
-    succeeded. A single failure in the answer applies to all items. Raises ValueError if the answer does not cover all
-    items."""
+    succeeded. If the answer contains a single failure, that failure applies to all items. Raises ValueError if the
+    answer does not cover all items."""
     items = body if isinstance(body, list) else [body]
     found = [_failure(item) for item in items]
     if len(found) == 1 and (count == 1 or found[0]):
@@ -100,16 +103,15 @@ def failures(body: object, count: int) -> list[str]:
 
 def text(body: object, name: str) -> str:
     """Return the member `name` of a JSON object or, for a list, of its first object. Return "" if the member is absent
-    or not a text.
-    """
+    or is not a string."""
     item = body[0] if isinstance(body, list) and body else body
     value = item.get(name) if isinstance(item, Mapping) else None
     return value[:SHOWN_CHARACTERS] if isinstance(value, str) else ""
 
 
 def _rows(body: object, key: str) -> Iterator[Mapping[str, object]]:
-    """Yield the objects of a list. Raises ValueError if an object has no member `key`, with the switch's message if the
-    switch reported a failure instead."""
+    """Yield the objects of `body`, which is a list or a single object. Raises ValueError if an object has no member
+    `key`. If the switch reported a failure instead, the error contains the switch's message."""
     for row in body if isinstance(body, list) else [body]:
         if not isinstance(row, Mapping):
             raise ValueError(f"must be a list of objects, got {shown(row)}")

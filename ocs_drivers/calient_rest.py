@@ -1,11 +1,11 @@
 """The driver `calient_rest`: Calient S-series switches over their REST interface, TCP 80 or 443.
 
-The protocol is known from working clients, not from a manual. All paths are below `/rest`. The first request carries
-Basic authentication. Its answer contains a cookie, which is sent in later requests instead. `crossconnects/?id=list`
-returns rows with `half1` and, for a two-way connection, `half2`. `badd` and `bdel` take lists, and their answers
-contain one result per item, `{"response": {"status": "0", ...}}`. Every answer has HTTP status 200, so a failure is
-visible only in the body, where status "1" means success and "0" means failure. According to the manual, a bulk set may
-take 200 ms, or 500 ms if the switch resolves conflicts. The mirrors move in about 10 ms.
+The formats of requests and answers are known from working clients, not from the manual. All paths are below `/rest`.
+The first request carries Basic authentication. Its answer contains a cookie, which is sent in later requests instead.
+`crossconnects/?id=list` returns rows with `half1` and, for a two-way connection, `half2`. `badd` and `bdel` take lists,
+and their answers contain one result per item, `{"response": {"status": "0", ...}}`. Failures are also answered with
+HTTP status 200, so they are visible only in the body, where status "1" means success and "0" means failure. According
+to the manual, a bulk set may take 200 ms, or 500 ms if the switch resolves conflicts. The mirrors move in about 10 ms.
 
 Ports have names, `SHELF.MODULE.PORT`, and are numbered from 1 in the order of these names. If the switch later lists
 other names, or a number of ports that differs from option `ports`, every call fails, because the numbers would refer to
@@ -14,9 +14,9 @@ side and its egress on the other. With `dir: bi`, a cross-connect is a two-way c
 any-to-any. A connection that another client made in one direction only is then reported as failed.
 
 It is not known whether `ports/?id=detail` covers all ports at once. `port_source: summary` avoids this request, but
-then no port is reported as failed. The full set of values of the states `as`, `os` and `oc` is not known. FAIL, FLT and
-FAULT are treated as failed, and OOS other than OOS-NP as disabled. The answer to an expired cookie is assumed to be
-401. The driver never uses `deleteall`.
+then no port is reported as failed. The full set of values of the states `as`, `os` and `oc` is not known. States that
+contain FAIL, FLT or FAULT are treated as failed. OOS states other than OOS-NP are treated as disabled. The answer to an
+expired cookie is assumed to be 401. The driver never uses `deleteall`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -178,8 +178,8 @@ class CalientRestWire(SwitchWire):
         return self._names
 
     def _accept_port_names(self, names: Iterable[str]) -> parse.PortNames:
-        """Return the port names that the switch lists now. Raises DriverPermanent if they differ from the names that it
-        listed first, or from option `ports` in number."""
+        """Return the port names that the switch lists now. Raises DriverPermanent if they differ from the names that
+        the switch listed first, or if their number differs from option `ports`."""
         listed = parse.PortNames(names)
         if self._options.ports not in (None, len(listed.names)):
             raise DriverPermanent(
@@ -220,7 +220,7 @@ class CalientRestWire(SwitchWire):
 class CalientRestSwitch(ConfiguredSwitch, options=CalientOptions, wire=CalientRestWire):
     """The driver of a Calient switch at `address`, HOST or HOST:PORT.
 
-    `scheme` is http or https. `tls_ca_file` (PEM) replaces the system's authorities. `user` and `password` are the
-    login. `dir` is uni or bi, and `port_source` is detail or summary; the module's docstring explains both. `group` is
-    the group of new connections. `ports` is the required number of ports.
+    `scheme` is http or https. `tls_ca_file` (PEM) replaces the system's certificate authorities. `user` and `password`
+    are the login. `dir` is uni or bi, and `port_source` is detail or summary; the module's docstring explains both.
+    `group` is the group of new connections. `ports` is the required number of ports.
     """

@@ -1,11 +1,11 @@
-"""The conformance suite for drivers. To use it, subclass it, define how to make a driver, and run pytest (asyncio mode
-auto):
+"""The conformance suite for drivers. To use it, subclass `DriverConformance`, define how to make a driver, and run
+pytest (asyncio mode auto):
 
     class TestMySwitch(DriverConformance):
         async def make_driver(self) -> OcsDriver:
             return MySwitch("lab1", address="192.0.2.7")  # a device with nothing connected
 
-        async def inject(self, driver: OcsDriver, fault: Fault) -> None:
+        async def inject(self, driver: OcsDriver, fault: DeviceFault) -> None:
             await my_emulator.inject(fault)
 
 Each test gets its own driver. Declared capabilities are tested. For an undeclared capability, the suite checks that its
@@ -44,7 +44,7 @@ from ocs_drivers.model import (
 E = TypeVar("E", bound=DriverError)
 Suite = TypeVar("Suite", bound="DriverConformance")
 
-# A trial longer than any test, and one that ends soon.
+# Durations of trial changes: one outlasts every test, and one ends soon.
 LONG_S = 50.0
 SHORT_S = 0.05
 FIRST_PAUSE_S = 0.005  # between two readings while waiting for a state; increases each time
@@ -95,8 +95,7 @@ async def refusal(kind: type[E], *words: str) -> AsyncIterator[list[E]]:
 
 async def until(driver: OcsDriver, is_so: Callable[[CrossConnectReading], bool], what: str) -> CrossConnectReading:
     """Return the first reading for which `is_so` returns True. Raises AssertionError if there is no such reading within
-    `PATIENCE_S`.
-    """
+    `PATIENCE_S` seconds. `what` completes the message "the device never ..."."""
     pause_s, left_s = FIRST_PAUSE_S, PATIENCE_S
     while True:
         reading = await driver.cross_connects()
@@ -111,7 +110,8 @@ async def until(driver: OcsDriver, is_so: Callable[[CrossConnectReading], bool],
 
 
 async def next_event(events: AsyncGenerator[SwitchEvent, None], kind: EventKind) -> SwitchEvent:
-    """Return the next event of this kind. Events of other kinds are skipped."""
+    """Return the next event of this kind. Events of other kinds are skipped. Raises AssertionError if the stream ends
+    first."""
     async for event in events:
         if event.kind is kind:
             return event
@@ -166,7 +166,7 @@ class DriverConformance:
         raise AssertionError("override setters, or add it to cannot with the reason")
 
     async def make_big(self, ports: int) -> OcsDriver:
-        """Return a driver for a device with nothing connected and this many ports, on each side if the device has two
+        """Return a driver for a device with nothing connected and `ports` ports, on each side if the device has two
         sides. Override this hook, or add it to `cannot`."""
         raise AssertionError("override make_big, or add it to cannot with the reason")
 

@@ -2,7 +2,7 @@
 
 Every change is checked before it is sent, so that the run makes and removes only circuits between those ports. The
 ports must be free at the start. They are freed after each test and at the end of the run, even after an error or a
-cancellation. Circuits that cannot be removed are reported. The number of calls and the duration of each test are
+cancellation. Circuits that cannot be removed are reported. The number of driver calls and the duration of each test are
 limited. Steps that are impossible with a lab switch, such as breaking one of its mirrors, are skipped with the reason.
 """
 
@@ -68,8 +68,8 @@ class LabTestOutcome:
 
 
 def parse_ports(text: str) -> tuple[CrossConnect, ...]:
-    """Parse `1-3,7:17-19,23` into pairs of an ingress and an egress port, in the order written. Raises ValueError with
-    the reason if the text is invalid."""
+    """Parse a text such as `1-3,7:17-19,23` into pairs of an ingress and an egress port, in the order in which they are
+    written. Raises ValueError with the reason if the text is invalid."""
     sides = text.split(":")
     if len(sides) != 2:
         raise ValueError("must be INGRESS:EGRESS, each a list of ports such as 1,2,5-7")
@@ -98,8 +98,9 @@ def _numbers(text: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """The differences between the ports' present state and their state before the run. `is_read` is False if the switch
-    could not be read."""
+    """The differences between the device's state before the run and its present state. `up` lists circuits that still
+    use the ports of the run. `gone` lists circuits that have been removed from the device since the start. `why` is the
+    reason for the differences, if it is known. `is_read` is False if the switch could not be read."""
 
     up: tuple[CrossConnect, ...] = ()
     gone: tuple[CrossConnect, ...] = ()  # foreign circuits
@@ -134,7 +135,7 @@ def _listed(pairs: Collection[CrossConnect]) -> str:
 
 
 class PortFence:
-    """The ports that the run may use, and the changes that the run made on them."""
+    """The ports that the run may use, with the circuits that the run may have left on them."""
 
     def __init__(self, facts: SwitchFacts, pairs: Sequence[CrossConnect]) -> None:
         self._facts = facts
@@ -158,7 +159,7 @@ class PortFence:
 
 
 class FencedDriver:
-    """An OcsDriver that shows and changes only circuits between the ports of its `PortFence`."""
+    """A driver that wraps another driver, and shows and changes only circuits between the ports of its `PortFence`."""
 
     def __init__(self, driver: OcsDriver, fence: PortFence) -> None:
         self.device = driver.device
@@ -240,7 +241,8 @@ class FencedDriver:
 class LabConformance(DriverConformance):
     """The conformance suite on one existing device.
 
-    `make` returns a new driver for the device on each call. The entries of `cannot` are added to those of the suite.
+    `make` returns a new driver for the device on each call. `pairs` are the cross-connects that the suite may make. The
+    entries of `cannot` are added to those of the suite.
     """
 
     def __init__(
@@ -307,12 +309,12 @@ class LabConformance(DriverConformance):
             await driver.close()
 
     def begin(self) -> None:
-        """Reset the budget for the next test."""
+        """Reset the number of driver calls for the next test."""
         self._fence.calls = 0
 
     async def restore(self) -> Leftover:
         """Free the ports, and return the remaining differences from the state before the run. Attempts are repeated for
-        up to `RESTORE_S`. If the call is cancelled, `leftover` lists the circuits that may still be up."""
+        up to `RESTORE_S` seconds. If the call is cancelled, `leftover` lists the circuits that may still be up."""
         until_s = time.monotonic() + RESTORE_S
         pause_s = FIRST_PAUSE_S
         cancelled = _cancelled()  # for a cancelled run, this is its clean-up
@@ -369,9 +371,9 @@ def tests_of(suite: type[DriverConformance]) -> list[str]:
 
 
 async def run_suite(suite: LabConformance, only: Collection[str] = ()) -> AsyncGenerator[LabTestOutcome]:
-    """Run the tests and yield their outcomes one by one. If the ports cannot be freed after a test, that failure is the
-    last outcome and the run ends early. The ports are freed even after an exception or a cancellation. `suite.leftover`
-    contains the remaining differences."""
+    """Run the tests, or only the tests named in `only`, and yield their outcomes one by one. If the ports cannot be
+    freed after a test, that failure is the last outcome and the run ends early. The ports are freed even after an
+    exception or a cancellation. `suite.leftover` contains the remaining differences from the state before the run."""
     if not __debug__:
         raise InvalidOptions(["the conformance suite needs assertions: start Python without -O"])
     cancelled = _cancelled()
@@ -421,15 +423,15 @@ async def _tried(suite: LabConformance, name: str) -> tuple[LabTestState, str]:
 
 
 def _cancelled() -> int:
-    """Return the number of cancellation requests for this task. A CancelledError that does not increase this number
-    comes from the driver, for example from a future that the driver cancelled when its session was lost."""
+    """Return the number of cancellation requests for the current task. A CancelledError that does not increase this
+    number comes from the driver, for example from a future that the driver cancelled when its session was lost."""
     task = asyncio.current_task()
     assert task is not None
     return task.cancelling()
 
 
 def _failure_text(error: BaseException) -> str:
-    """Return a text with the failure and the line of the suite where it occurred."""
+    """Return a text that describes the failure and, if known, quotes the line of the suite where it occurred."""
     frames = traceback.extract_tb(error.__traceback__)
     where = [each for each in frames if each.filename == conformance.__file__ and each.name not in vars(conformance)]
     match error:

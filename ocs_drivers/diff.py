@@ -1,5 +1,5 @@
-"""Convert a change to a diff, and a diff to the steps that are still to be sent or that revert it, without side
-effects. driver.py sends the steps."""
+"""Convert a change to a diff, and a diff to the steps that are still to be sent or that revert it. The functions have
+no side effects. driver.py sends the steps."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,12 +40,12 @@ def plan(
     mode: ChangeMode = ChangeMode.SAFE,
     device: str = "SWITCH",
 ) -> CircuitDiff:
-    """Return the diff that applies `change` to a device that shows `reading`.
+    """Return the diff that applies `change` to a device in the state `reading`.
 
     If a port is in use by a circuit that the change does not remove, mode `safe` refuses the change, and mode `update`
     evicts that circuit. Mode `overwrite` evicts every owned circuit that the change does not name. No mode removes a
     foreign circuit. Raises InvalidChange if the change is malformed for this device, and CircuitConflict if the
-    device's present state prevents it; the error lists every fault. `device` is the device's name in suggested
+    device's present state prevents it. The error lists every fault. `device` is the device's name in suggested
     commands.
     """
     connect = tuple(facts.normal(pair) for pair in change.connect)
@@ -83,7 +83,8 @@ def plan(
 
 
 def not_ours(foreign: Iterable[CrossConnect], device: str) -> list[str]:
-    """Return a fault for each of these foreign circuits, which a change would remove."""
+    """Return a fault for each of these foreign circuits, which a change would remove. The fault names the command that
+    takes over the circuit on `device`."""
     return [
         f"{pair}: is not owned by this driver; take it over first: orchestrrl ocs take-over {device} {pair}"
         for pair in sorted(foreign)
@@ -96,8 +97,8 @@ def occupants(facts: SwitchFacts, present: Iterable[CrossConnect]) -> dict[tuple
 
 
 def absent_ports(facts: SwitchFacts, diff: CircuitDiff) -> list[str]:
-    """Return a fault for each port in the diff that this device does not have. There are such faults if the diff was
-    planned on another device."""
+    """Return a fault for each port in the diff that this device does not have. Such faults occur if the diff was
+    planned for another device."""
     return [
         fault
         for name, pairs in (("remove", diff.remove), ("add", diff.add))
@@ -107,7 +108,7 @@ def absent_ports(facts: SwitchFacts, diff: CircuitDiff) -> list[str]:
 
 
 def remaining(facts: SwitchFacts, diff: CircuitDiff, present: frozenset[CrossConnect]) -> CommandSteps:
-    """Return the part of the diff that is not yet in effect on a device that shows the circuits `present`. Raises
+    """Return the part of the diff that is not yet in effect on a device with the circuits `present`. Raises
     CircuitConflict if a circuit outside the diff occupies a port that an addition needs."""
     steps = CommandSteps(
         remove=tuple(pair for pair in diff.remove if pair in present),
@@ -207,8 +208,8 @@ def _unusable_ports(
 def _held_otherwise(
     facts: SwitchFacts, holders: Mapping[tuple[str, int], CrossConnect], pairs: Sequence[CrossConnect]
 ) -> Iterator[tuple[str, CrossConnect, CrossConnect]]:
-    """Yield the position in the list, the occupying circuit and the listed pair for each port of the pairs that another
-    circuit occupies."""
+    """Yield an entry for each port of the pairs that another circuit occupies: the port's position in the list, the
+    occupying circuit, and the listed pair."""
     for index, pair in enumerate(pairs):
         for end in facts.ends(pair):
             if end in holders and holders[end] != pair:

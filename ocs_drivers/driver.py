@@ -1,8 +1,8 @@
-"""Implement `base.OcsDriver` on top of a `base.SwitchWire`. The implementation serialises writers, limits the time of
-calls, and verifies changes by reading the device.
+"""Implement `base.OcsDriver` on top of a `base.SwitchWire`. The implementation serialises writers, limits the duration
+of calls, and verifies changes by reading the device.
 
-Every commit begins and ends by reading the device. Unknown outcomes, setters without an answer and bulk commands that
-took effect in part are therefore handled alike, because the outcome is always the state that the device reports.
+Every commit begins and ends by reading the device. Its outcome is always the state that the device reports. Unknown
+outcomes, setters without an answer and bulk commands that took effect in part are therefore handled alike.
 
 The driver reads circuits that it does not own, but sends no command for them; see ownership.py. A background task of
 the driver reverts a trial change that is not confirmed within its time limit.
@@ -60,8 +60,9 @@ LONGEST_PAUSE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class DriverTimeouts:
-    """Time limits in seconds. If `tune_s` is None, it is ten times the device's stated time for one circuit, but at
-    least 1 s."""
+    """The time limits, in seconds, of one command (`command_s`) and of the waits for another writer (`lock_s`), for the
+    mirrors (`tune_s`) and for light (`link_s`). If `tune_s` is None, the limit is ten times the device's stated time
+    for one circuit, but at least 1 s."""
 
     command_s: float = 5.0
     lock_s: float = 10.0
@@ -254,7 +255,9 @@ class SwitchDriver:
                 await self._drop_session()
 
     async def _steps(self, diff: CircuitDiff, wanted: CircuitDiff, now: CrossConnectReading) -> diffs.CommandSteps:
-        """Return the steps of the diff, or of its reverse, that are not yet in effect."""
+        """Return the steps of `wanted` that are not yet in effect. `wanted` is the diff or its reverse. Raises
+        InvalidChange if the device does not have a port of the diff. Raises CircuitConflict if a step needs an occupied
+        port or removes a circuit of another owner."""
         facts = await self.facts()
         if faults := diffs.absent_ports(facts, diff):
             raise InvalidChange(faults, device=self.device)
@@ -265,7 +268,7 @@ class SwitchDriver:
         return steps
 
     async def _carry_out(self, wanted: CircuitDiff | diffs.CommandSteps, steps: diffs.CommandSteps) -> CommitResult:
-        """Send the steps. Wait until the mirrors are in place and, if the device measures it, until light arrives.
+        """Send the steps. Wait until the mirrors are in place and, if the device detects light, until light arrives.
         Return, for every wanted item, the state that the device then shows, including items that were already in
         effect."""
         progress = CommitProgress(steps, self._clock.now_s())
@@ -288,7 +291,8 @@ class SwitchDriver:
         return CommitResult(results, reading.revision, progress.commands_sent)
 
     async def _send(self, action: Action, pairs: Sequence[CrossConnect], progress: CommitProgress) -> None:
-        """Send these commands, in bulk if the device can, and stop after the first command that fails."""
+        """Send commands for these pairs, in bulk if the device supports bulk commands. Stop after the first command
+        that fails."""
         can = self._wire.capabilities
         is_bulk = can.bulk and not (action is Action.REMOVE and can.removes_one_by_one)
         batches = [tuple(pairs)] if is_bulk else [(pair,) for pair in pairs]
@@ -311,7 +315,7 @@ class SwitchDriver:
         self, diff: CircuitDiff, steps: diffs.CommandSteps, revert_in_s: float
     ) -> CommitResult:
         """Carry out a trial commit. The trial is recorded before the first command is sent. Its time starts when the
-        commit has ended, whether or not it succeeded."""
+        commit has ended, whether or not the commit succeeded."""
         self._stop_timer()
         before = self._trial or Unconfirmed(None, None)  # the same diff is committed again, to complete it
         removed, added = {*before.removed, *steps.remove}, {*before.added, *steps.add}
@@ -390,10 +394,10 @@ class SwitchDriver:
             queue.put_nowait(SwitchEvent(self._clock.now_s(), EventKind.ALARM, text))
 
     async def _took_effect(self, action: Action, pairs: Sequence[CrossConnect]) -> bool:
-        """Read the device in a new session, after an unknown outcome or after the device refused a command that it may
-        have applied in part. Return whether the whole command took effect. A device that does not distinguish tuning
-        from tuned may list a circuit only when it is in place. Therefore, wait for the tuning time of a circuit before
-        it is considered absent."""
+        """Read the device, after an unknown outcome or after the device refused a command that it may have applied in
+        part. Return whether the whole command took effect. A device that does not distinguish tuning from tuned may
+        list a circuit only when it is in place. For these devices, wait for the tuning time of a circuit before the
+        circuit is considered absent."""
         is_late = action is Action.ADD and not self._wire.capabilities.tuned_state
         rest_s = min(self._limits.tune_s or inf, 10 * (await self.facts()).reconfiguration_s)
         began_s = self._clock.now_s()

@@ -20,7 +20,7 @@ def reason_of(error: OSError) -> str:
 
 
 class DriverError(Exception):
-    """Base class of driver errors; only its subclasses are raised. `answer` is the device's answer, verbatim; "" if
+    """Base class of driver errors. Only its subclasses are raised. `answer` is the device's answer, verbatim, or "" if
     there was no answer."""
 
     def __init__(self, message: str, *, device: str = "", command: str = "", answer: str = "") -> None:
@@ -40,7 +40,7 @@ class DriverError(Exception):
 
 
 class DriverRetryable(DriverError):
-    """The call had no effect; the same call may succeed after `after_s` seconds."""
+    """The call had no effect. The same call may succeed after `after_s` seconds."""
 
     def __init__(self, message: str, *, after_s: float = 1.0, **told: str) -> None:
         super().__init__(message, **told)

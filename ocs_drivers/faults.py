@@ -1,5 +1,7 @@
-"""Device faults and their schedule, for example `FaultSchedule().at(12.0, DeviceFault(DeviceFaultKind.FAIL_PORT,
-7))`."""
+"""Device faults, and schedules of device faults.
+
+Example: `FaultSchedule().at(12.0, DeviceFault(DeviceFaultKind.FAIL_PORT, 7))` fails port 7 after 12 seconds.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,7 +58,7 @@ class DeviceFault:
 @dataclass(frozen=True, slots=True)
 class FaultSchedule:
     """Faults with their times in seconds since the device was switched on. A schedule is immutable. The method `at`
-    returns a new schedule that contains the given faults in addition."""
+    returns a new schedule that also contains the given faults."""
 
     due: tuple[tuple[float, DeviceFault], ...] = ()
 
@@ -65,7 +67,8 @@ class FaultSchedule:
 
 
 class ScheduledFault(CheckedOptions):
-    """A fault in the form in which users write it. `at_s` is the number of seconds after the device was switched on."""
+    """A scheduled fault, as users write it in plain data. `at_s` is the time in seconds since the device was switched
+    on."""
 
     at_s: SecondsOr0 = 0.0
     kind: DeviceFaultKind
@@ -77,7 +80,7 @@ class ScheduledFault(CheckedOptions):
 
 def parse_schedule(items: object) -> tuple[FaultSchedule, list[str]]:
     """Parse a schedule given as plain data, such as `[{"at_s": 12, "kind": "fail_port", "port": 7}]`. Return the
-    schedule of the valid entries and a list of all faults in the data."""
+    schedule of the valid entries and a list of messages about the invalid entries."""
     if not isinstance(items, list | tuple):
         return FaultSchedule(), [f"faults: must be a list, got {items!r}"]
     schedule, wrong = FaultSchedule(), []

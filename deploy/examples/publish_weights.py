@@ -3,9 +3,9 @@
     orchestrrl sync peer --id train0 &
     torchrun --nproc-per-node=2 deploy/examples/publish_weights.py --model DIR --peer train0
 
-Only the WeightsClient and the call that publishes weights belong to OrchestrRL; all other code is an ordinary training
-loop. Each rank stages its own part of the model, and nothing is gathered. With `--ahead`, training continues while a
-version is distributed, and the engines install it the next time the gateway's barrier is closed.
+Only the WeightsClient and the call that publishes weights belong to OrchestrRL. All other code is an ordinary training
+loop. Each rank stages its own part of the model, and no rank gathers the whole model. With `--ahead`, training
+continues while a version is distributed, and the engines install it the next time the gateway's barrier is closed.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Train a model with TRL's GRPO, with generation through OrchestrRL's gateway. The script runs in the trainer's
+r"""Train a model with TRL's GRPO, with generation through OrchestrRL's gateway. The script runs in the trainer's
 environment.
 
     python deploy/examples/trl_grpo.py --model DIR --gateway http://127.0.0.1:8000 \
@@ -6,10 +6,10 @@ environment.
 
 With `--peer NAME` instead of `--weights-dir`, the weights are published through the daemon.
 
-The task is a toy that needs no download: the reward is higher for completions with more different letters. Replace
-dataset, reward and GRPOConfig by your own. Only the rollout function and the final sync of weights belong to
-OrchestrRL. The other fields of the report show that the engines have the trainer's weights. If the script runs as
-several processes (torchrun), each process requests its own samples.
+The task is a toy that needs no download: the reward is higher for completions with more different letters. Replace the
+dataset, the reward and the GRPOConfig with your own. Only the rollout function and the final sync of weights belong to
+OrchestrRL. The report lists the training steps. Its other fields show whether the engines have the trainer's weights.
+If the script runs as several processes (torchrun), each process requests its own samples.
 """
 
 import argparse
@@ -62,9 +62,10 @@ def prompt(index: int, conversations: bool) -> str | list[dict[str, str]]:
 
 
 class WatchedRollout(GatewayRollout):
-    """Compares the engines' log-probabilities with the trainer's. Both are equal as long as the weights are equal.
+    """Compares the engines' log-probabilities with the trainer's. They are equal as long as the engines have the
+    trainer's weights.
 
-    Use this class to check the setup of a run, not in production, because it costs a forward pass in every step.
+    Use this class to check the setup of a run, not in production, because it costs a forward pass for each sample.
     """
 
     def __init__(self, *names: object, **settings: object) -> None:

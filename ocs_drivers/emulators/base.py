@@ -1,4 +1,5 @@
-"""Define the common parts of all emulators: the emulated device, the servers of its protocol, and injected faults.
+"""Define the common parts of all emulators: the emulated device, a base class for TCP servers, and the injection of
+faults.
 
 An emulator is a server of one protocol for an `EmulatedDevice`, which models the optics. Mirrors need time to move, and
 may stick or fail. Restarts clear circuits. The emulator implements the protocol as its manual describes it, and passes
@@ -59,8 +60,8 @@ class DevicePanel:
     def facts(
         self, vendor: str, model: str, serial: str, software: str, *, any_to_any: bool = False, first: int = 1
     ) -> SwitchFacts:
-        """Return the facts of a device with this panel's ports. The egress ports are numbered after the ingress ports.
-        An any-to-any device has `ingress_ports` ports."""
+        """Return the facts of a device with this panel's ports. The lowest port number is `first`. The egress ports are
+        numbered after the ingress ports. An any-to-any device has `ingress_ports` ports."""
         ingress = range(first, first + self.ingress_ports)
         return SwitchFacts(
             vendor=vendor,
@@ -75,8 +76,8 @@ class DevicePanel:
         )
 
     def mirrored_facts(self, vendor: str, model: str, serial: str, software: str) -> SwitchFacts:
-        """Return the facts of a device that uses the same port numbers on both sides. Both sides have the number of
-        ports of the larger side."""
+        """Return the facts of a device that uses the same port numbers on both sides. Each side has as many ports as
+        the larger side of the panel."""
         side = range(1, max(self.ingress_ports, self.egress_ports) + 1)
         return replace(self.facts(vendor, model, serial, software), ingress_ports=side, egress_ports=side)
 
@@ -128,18 +129,18 @@ class EmulatedDevice:
     async def set(self, action: Action, pairs: Sequence[CrossConnect], command: str) -> None:
         """Carry out one setter, received as `command`. Raises DriverPermanent, with the device's message as `answer`,
         if the device refuses a pair. The pairs that precede the refused pair in the list stay applied. Raises
-        ConnectionBroken if such a fault was injected."""
+        ConnectionBroken if a fault that breaks the connection was injected."""
         await self._carry_out(command, partial(self.add if action is Action.ADD else self.remove, pairs))
 
     async def replace(self, pairs: Sequence[CrossConnect], command: str) -> None:
-        """Carry out a setter after which exactly these cross-connects exist. Raises errors as `set` does."""
+        """Carry out a setter after which exactly these cross-connects exist. Raises the same errors as `set`."""
         gone = sorted(self.present.difference(pairs))
         new = [pair for pair in pairs if pair not in self.present]
         await self._carry_out(command, partial(self.remove, gone), partial(self.add, new))
 
     async def enable(self, ports: Sequence[int], is_enabled: bool, command: str) -> None:
-        """Carry out a setter that enables or disables ports. A failed port stays failed. Raises errors as `set`
-        does."""
+        """Carry out a setter that enables or disables ports. A failed port stays failed. Raises the same errors as
+        `set`."""
         await self._carry_out(command, partial(self._enable, ports, is_enabled))
 
     def where_does(self, port: int) -> int | None:
@@ -156,7 +157,7 @@ class EmulatedDevice:
     def listed(self, *, late: bool = False) -> list[DeviceCircuit]:
         """Return the circuits that a switch lists if it does not report whether mirrors are moving. A circuit is listed
         as soon as it is commanded. If its mirrors are not in place after the stated time plus jitter, it is omitted
-        until they are in place. With `late`, a circuit is listed only when its mirrors are in place."""
+        until they are in place. If `late` is True, a circuit is listed only when its mirrors are in place."""
         self.advance()
         since_s = self.clock.now_s() - self.facts.reconfiguration_s - self._jitter_s
         return [
@@ -189,7 +190,8 @@ class EmulatedDevice:
         self._complain_about_rest(pairs)
 
     def inject(self, fault: DeviceFault) -> None:
-        """Inject a fault. It takes effect at once or, for faults of commands and answers, with the next setter."""
+        """Inject a fault. It takes effect at once or, for faults of commands and answers, with the next setter. Raises
+        ValueError if the device does not have the fault's port."""
         port = fault.port
         if port is not None and port not in self._status:
             raise ValueError(f"port must be one of the device's, got {port}")
@@ -206,16 +208,16 @@ class EmulatedDevice:
             self._set_status(port, fault.kind)
 
     def advance(self) -> float:
-        """Apply all scheduled faults whose time has come. Return the seconds until the next scheduled fault, or inf if
-        there is none."""
+        """Apply all scheduled faults whose time has come. Return the time, in seconds, until the next scheduled fault,
+        or inf if there is none."""
         age_s = self.clock.now_s() - self.switched_on_s
         while self._due and self._due[0][0] <= age_s:
             self.inject(self._due.pop(0)[1])
         return self._due[0][0] - age_s if self._due else math.inf
 
     def moving_s(self) -> float:
-        """Return the seconds until the next moving mirror is in place, or inf if no mirror is moving. Stuck mirrors are
-        ignored."""
+        """Return the time, in seconds, until the next moving mirror is in place, or inf if no mirror is moving. Stuck
+        mirrors are ignored."""
         now_s = self.clock.now_s()
         return min((at_s - now_s for at_s in self._tuned_at_s.values() if at_s > now_s), default=math.inf)
 
@@ -236,7 +238,7 @@ class EmulatedDevice:
         self._listeners.remove(queue)
 
     async def _carry_out(self, command: str, *steps: Callable[[], None]) -> None:
-        """Carry out the steps of one setter, with the faults that were injected for the next setter."""
+        """Carry out the steps of one setter, and apply the faults that were injected for the next setter."""
         self.setters.append(command)
         if self.on_setter is not None:
             self.on_setter(command)
@@ -333,7 +335,7 @@ def address_of(server: asyncio.Server) -> str:
 
 class EmulatedTcpServer(ABC):
     """A TCP server with one task per connection. A task runs until the client disconnects, a fault breaks the
-    connection or the server is stopped."""
+    connection, or the server is stopped."""
 
     def __init__(self) -> None:
         self._server: asyncio.Server | None = None

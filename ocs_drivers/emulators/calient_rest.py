@@ -29,15 +29,15 @@ Item = Mapping[str, object]
 
 
 class ItemFailed(Exception):
-    """Raised when one item of a request fails; the answer still has HTTP status 200."""
+    """Raised when one item of a request fails. The answer still has HTTP status 200."""
 
 
 class CalientQuirks(CheckedOptions):
-    """Configurable behaviour of an emulated Calient switch. `bulk_s` is the duration in seconds of a set (according to
-    the manual, up to 0.2 s). `conflict_s` is the duration if the switch must remove circuits (up to 0.5 s). `chunked`
-    selects chunked answers. If `user` is set, the first request requires Basic authentication, and later requests
-    require a cookie, which is valid for `cookie_uses` requests (0: unlimited). At most `sessions` cookies are valid;
-    the oldest cookie expires first."""
+    """Configurable behaviour of an emulated Calient switch. `bulk_s` is the duration of a setter in seconds (according
+    to the manual, up to 0.2 s). `conflict_s` is the duration if the switch must first remove circuits (up to 0.5 s).
+    `chunked` selects chunked answers. If `user` is set, the first request requires Basic authentication, and later
+    requests require a cookie. A cookie is valid for `cookie_uses` requests (0: unlimited). At most `sessions` cookies
+    are valid; the oldest cookie expires first."""
 
     bulk_s: Number = 0.2
     conflict_s: Number = 0.5
@@ -154,8 +154,8 @@ class CalientRestEmulator(EmulatedHttpServer):
         ]
 
     def _count_whole(self, connections: Sequence[Sequence[CrossConnect]]) -> None:
-        """Convert the item count of a pending partial-commit fault from connections to directions, so that a partial
-        set always applies both directions of a two-way connection."""
+        """Convert the item count of a pending partial-commit fault from connections to directions, so that a setter
+        applied in part always applies both directions of a two-way connection."""
         if partial := self.device.taken(DeviceFaultKind.PARTIAL_COMMIT):
             self.device.inject(replace(partial, items=sum(map(len, connections[: partial.items]))))
 

@@ -1,8 +1,8 @@
 """Implement the gNMI servers of emulated switches, with the tables of SONiC-OCS or the model proposed to OpenConfig.
 
-The servers implement Capabilities, Get, Set and Subscribe (once, stream), with pygnmi's generated servicer on grpc.aio.
-A SetRequest is validated as a whole before any change, and carried out in the order delete, replace, update. If the
-device applies only a part of a change, that part is not undone. Clients connect through a relay, which can break
+The servers implement Capabilities, Get, Set and Subscribe (modes ONCE and STREAM), with pygnmi's generated servicer on
+grpc.aio. A SetRequest is validated as a whole before any change, and carried out in the order delete, replace, update.
+If the device applies only a part of a change, that part is not undone. Clients connect through a relay, which can break
 connections. gnmi_targets.py implements the devices.
 """
 
@@ -36,8 +36,8 @@ LONGEST_WAIT_S = 3600.0
 
 
 class GnmiQuirks(CheckedOptions):
-    """Configurable behaviour common to all gNMI servers. If `user` is set, `user` and `password` are required in the
-    metadata. The fields that begin with `tls_` are paths of PEM files."""
+    """Configurable behaviour common to all gNMI servers. If `user` is set, each call must carry `user` and `password`
+    in its metadata. The fields that begin with `tls_` are paths of PEM files."""
 
     user: YamlText = ""
     password: YamlText = ""
@@ -47,9 +47,9 @@ class GnmiQuirks(CheckedOptions):
 
 
 class SonicQuirks(GnmiQuirks):
-    """Configurable behaviour of a SONiC-OCS server. `tables` selects the tables of SONiC's "design" or of the "image";
-    `origin` is the origin of paths. If `leftovers` is True, circuits that the hardware refused stay in the
-    configuration."""
+    """Configurable behaviour of a SONiC-OCS server. `tables` selects the tables of SONiC's OCS design ("design") or of
+    the image `ocs-kvm` ("image"). `origin` is the origin of paths. If `leftovers` is True, circuits that the hardware
+    refused stay in the configuration."""
 
     tables: YamlText = "design"
     origin: YamlText = "sonic-db"
@@ -102,7 +102,7 @@ class TcpRelay(EmulatedTcpServer):
         self._connections: dict[int, RelayedConnection] = {}  # by the relay's port towards the server
 
     def connection(self, peer: str) -> RelayedConnection | None:
-        """Return the client connection that carries a call with this peer, `ipv4:127.0.0.1:PORT`, or None if the
+        """Return the client connection that carries the calls of `peer`, such as `ipv4:127.0.0.1:PORT`, or None if the
         connection is closed."""
         port = peer.rpartition(":")[2]
         return self._connections.get(int(port)) if port.isdecimal() else None
@@ -210,8 +210,8 @@ class GnmiEmulator(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi 
             self.device.unlisten(queue)
 
     async def _news(self, wanted: list[Path], before: dict[Path, Row]) -> AsyncIterator[Any]:
-        """Yield a response with the differences between the present rows and `before`, the rows reported last, if there
-        are any. Update `before`."""
+        """Yield a response with the differences between the present rows below `wanted` and `before`, the rows reported
+        last. Yield nothing if there are no differences. Update `before`."""
         now: dict[Path, Row] = {}
         for below in wanted:
             now |= self._target.rows(below)
@@ -227,7 +227,7 @@ class GnmiEmulator(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi 
 
     async def _change(self, queue: asyncio.Queue[Any]) -> None:
         """Wait until rows may have changed: until the device sends an event, moving mirrors are in place or a scheduled
-        fault takes effect, but at most `LONGEST_WAIT_S`."""
+        fault takes effect, but at most `LONGEST_WAIT_S` seconds."""
         device = self.device
         wait_s = min(device.advance(), device.moving_s(), LONGEST_WAIT_S)
         try:

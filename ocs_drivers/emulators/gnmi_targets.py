@@ -1,5 +1,5 @@
-"""Implement the devices of the emulated gNMI servers. Each device provides a tree to read, rows to watch, and
-transactions.
+"""Implement the devices of the emulated gNMI servers. Each device provides a tree for Get, rows for Subscribe, and
+transactions for Set.
 
 One device has the tables of SONiC-OCS, with the configuration in CONFIG_DB and its effect in STATE_DB. The other has
 the model proposed to OpenConfig.
@@ -33,7 +33,7 @@ class GnmiChange:
 
 
 class GnmiRefusal(Exception):
-    """Raised to end a gNMI call with this status code and message."""
+    """Raised to end a gNMI call with a status code and a message."""
 
     def __init__(self, text: str, code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT) -> None:
         super().__init__(text)
@@ -41,7 +41,7 @@ class GnmiRefusal(Exception):
 
 
 class GnmiTarget(ABC):
-    """An emulated device whose circuits are configured in one subtree and reported in another."""
+    """An emulated device whose circuits are configured in one subtree and reported in another subtree."""
 
     models: dict[str, str]  # versions by name
     origins: frozenset[str]  # accepted origins of paths
@@ -61,7 +61,7 @@ class GnmiTarget(ABC):
         """Yield every table row or list entry, with its path."""
 
     def rows(self, below: Path) -> dict[Path, Row]:
-        """Return the rows at or below a path, which a subscription to that path receives."""
+        """Return the rows at or below the path `below`. A subscription to this path receives them."""
         return {elems: row for elems, row in self.entries() if elems[: len(below)] == below}
 
     @abstractmethod
@@ -77,8 +77,9 @@ class GnmiTarget(ABC):
     async def carry_out(
         self, changes: Sequence[GnmiChange], wanted: set[CrossConnect], gone: set[CrossConnect], new: set[CrossConnect]
     ) -> None:
-        """Apply the changes to the device: disconnect `gone`, then connect `new`. Afterwards the configuration contains
-        the circuits of `wanted` that the device has applied. Raises GnmiRefusal if the device refuses."""
+        """Apply the changes to the device: disconnect `gone`, then connect `new`. Afterwards, the configuration
+        contains the circuits of `wanted` that the device has applied and, if `keeps_leftovers` is True, the refused
+        circuits. Raises GnmiRefusal if the device refuses a circuit."""
         command = " ".join(f"{Operation.Name(change.op).lower()} {shown(change.path)}" for change in changes)
         is_broken = False
         try:
@@ -100,9 +101,9 @@ NAMES = {"design": ("", "state", "status"), "image": ("_TABLE", "config_status",
 
 
 class SonicTarget(GnmiTarget):
-    """A SONiC-OCS device. `tables` selects the tables of SONiC's OCS "design" or of the "image" `ocs-kvm`. Like the
-    image, the device removes circuits that the hardware refuses from CONFIG_DB. If `leftovers` is True, they stay in
-    CONFIG_DB and are reported as blocked."""
+    """A SONiC-OCS device. `tables` selects the tables of SONiC's OCS design ("design") or of the image `ocs-kvm`
+    ("image"). Like the image, the device removes from CONFIG_DB the circuits that the hardware refuses. If `leftovers`
+    is True, they stay in CONFIG_DB and are reported as blocked."""
 
     refused_as = grpc.StatusCode.UNKNOWN
 
@@ -198,8 +199,8 @@ SLOT = "1"
 
 
 class OpenConfigTarget(GnmiTarget):
-    """A device with the OpenConfig model. `config` contains the configured circuits, and `state` follows the mirrors.
-    With `mirrored`, a connection is listed under both of its ports."""
+    """A device with the OpenConfig model. `config` contains the configured circuits, and `state` shows a circuit's peer
+    only when its mirrors are in place. If `mirrored` is True, a connection is listed under both of its ports."""
 
     origins = frozenset({"", "openconfig"})
 
@@ -279,7 +280,7 @@ class OpenConfigTarget(GnmiTarget):
         return (pair.ingress_port, pair.egress_port) if self._mirrored else (pair.ingress_port,)
 
     def _port_of(self, change: GnmiChange) -> int:
-        """Return the port whose connection a change sets. Raises GnmiRefusal unless the path is that of a single
+        """Return the port whose connection a change sets. Raises GnmiRefusal unless the path of the change names one
         connection of an existing port."""
         if change.path[: len(CONNECTIONS)] != CONNECTIONS or len(change.path) == len(CONNECTIONS):
             raise GnmiRefusal(f"{shown(change.path)} cannot be set")
@@ -289,8 +290,8 @@ class OpenConfigTarget(GnmiTarget):
         return self._known_port(keys.get("port", ""))
 
     def _peer_of(self, change: GnmiChange) -> int:
-        """Return the peer port in the update of a connection, or of its `config`. Raises GnmiRefusal if it is missing
-        or does not exist."""
+        """Return the peer port in a change that updates a connection or its `config`. Raises GnmiRefusal if the peer
+        port is missing or does not exist."""
         value = change.value
         if len(change.path) == len(CONNECTIONS) + 1 and isinstance(value, dict):
             value = value.get("config")

@@ -19,8 +19,8 @@ class EmulatedReply:
 
 class EmulatedHttpServer(ABC):
     """An HTTP server that passes each request with its body to `answer`. If `answer` raises ConnectionBroken, the TCP
-    connection is closed without an answer. With `chunked`, answers are sent with chunked encoding, without a content
-    length."""
+    connection is closed without an answer. If `chunked` is True, answers are sent with chunked encoding, without a
+    content length."""
 
     def __init__(self, media_type: str, *, chunked: bool = False) -> None:
         self._media_type = media_type
@@ -67,6 +67,7 @@ class EmulatedHttpServer(ABC):
 
 
 def is_let_in(request: web.Request, user: str, password: str) -> bool:
-    """Return whether the request carries this login as Basic authentication. Always return True if `user` is empty."""
+    """Return whether the request carries this user and password as Basic authentication. Always return True if `user`
+    is empty."""
     words = base64.b64encode(f"{user}:{password}".encode()).decode()
     return not user or request.headers.get("Authorization", "") == f"Basic {words}"

@@ -43,15 +43,15 @@ class NetconfServerSession:
     answers: set[Any] = field(default_factory=set)  # futures for which the session's thread waits
 
     def is_open(self) -> bool:
-        """Return whether the kernel considers the connection open. The kernel registers a close before any thread of
-        the server runs."""
+        """Return whether the kernel considers the connection open. If the client closes the connection, the kernel
+        registers this before any thread of the server runs."""
         try:
             return self.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == ESTABLISHED
         except OSError:
             return False
 
     def abort(self) -> None:
-        """Reset the TCP connection, as a crash of the device does, without a close message of SSH or NETCONF."""
+        """Reset the TCP connection without a close message of SSH or NETCONF, as a crash of the device would."""
         with contextlib.suppress(OSError):
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.close()
@@ -64,7 +64,7 @@ class NetconfQuirks(CheckedOptions):
     is announced. `base` is the framing, 1.0 or 1.1. If `candidate` is True, only the candidate datastore can be edited.
     If `one_session` is True, further connections are refused. If `any_to_any` is True, all ports form a single range.
     If `lists_late` is True, pairs are listed only when their mirrors are in place. If `power` is True, every port has a
-    power monitor."""
+    power monitor. `user` logs in with `password` or with the public key `authorized_key` (base64)."""
 
     revision: yang.Revision = "2018-03-22"
     base: Annotated[str, must_be("1.0 or 1.1", lambda value: value in ("1.0", "1.1")), BeforeValidator(as_text)] = "1.1"
@@ -241,7 +241,7 @@ class NetconfEmulator:
             session.answers.discard(future)
 
     def finish(self, session: NetconfServerSession) -> None:
-        """End a session. Called from the session's thread."""
+        """End a session. This method is called from the session's thread."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed, so there is nothing to end
             self._loop.call_soon_threadsafe(self._end, session)

@@ -32,7 +32,7 @@ class FramingError(ValueError):
 
 
 class Framing:
-    """Splits received bytes into messages, and frames messages to send. The initial framing is the end-of-message
+    """Splits received bytes into messages, and frames messages to be sent. The initial framing is the end-of-message
     framing of base 1.0. The caller sets `is_chunked` when both peers have announced base 1.1."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ def write(element: Element) -> bytes:
 
 
 def parse(message: bytes) -> Element:
-    """Parse a message and return its root element. Raises YangRefusal if it is not XML."""
+    """Parse a message and return its root element. Raises YangRefusal if the message is not XML."""
     try:
         return ElementTree.fromstring(message.strip())
     except ElementTree.ParseError as error:

@@ -1,6 +1,5 @@
-"""Provide the YANG data of an emulated Polatis switch for all protocols. Containers are plain data, without module
-prefixes.
-"""
+"""Provide the YANG data of an emulated Polatis switch for all of its protocols. Containers are plain data, without
+module prefixes."""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -18,7 +17,8 @@ def polatis_facts(panel: DevicePanel, any_to_any: bool) -> SwitchFacts:
 
 
 def state_containers(device: EmulatedDevice, revision: str, *, has_monitors: bool) -> dict[str, Any]:
-    """Return the containers of module `optical-switch` at this revision, by name, except `cross-connects`."""
+    """Return the containers of module `optical-switch` at this revision, by name, except `cross-connects`. If
+    `has_monitors` is True, the containers include the optical power of each port."""
     facts, ports, is_new = device.facts, device.ports(), yang.has_port_config(revision)
     product = {"manufacturer": facts.vendor, "serial-number": facts.serial, "model-name": facts.model}
     found: dict[str, Any] = {"product-information": {**product, "software-version": facts.software}}
@@ -66,8 +66,8 @@ class PolatisStore:
         return {"cross-connects": {self.list_name: entries}}
 
     def edit(self, wanted: dict[int, int], operation: str, ingress: object, egress: object = None) -> None:
-        """Apply one operation of RFC 6241 or RFC 8072 to the wanted pairs in place. Raises YangRefusal if the operation
-        or a port is invalid."""
+        """Apply one operation of RFC 6241 or RFC 8072 to the pairs `wanted`, in place. Raises YangRefusal if the
+        operation or a port is invalid."""
         facts = self.device.facts
         port = self._port(ingress, "ingress", facts.ingress_ports)
         path = f"/cross-connects/{self.list_name}[ingress='{port}']"
@@ -90,8 +90,7 @@ class PolatisStore:
                 raise YangRefusal("bad-attribute", f"unknown operation {operation}", path, kind="protocol")
 
     async def carry_out(self, before: Mapping[int, int], wanted: Mapping[int, int], command: str) -> None:
-        """Apply the difference between the two sets of pairs to the device. Raises DriverPermanent if the device
-        refuses."""
+        """Change the device's pairs from `before` to `wanted`. Raises DriverPermanent if the device refuses a pair."""
         facts = self.device.facts
         new = [CrossConnect(*pair) for pair in wanted.items() if before.get(pair[0]) != pair[1]]
         taken = {end for pair in new for end in facts.ends(pair)}
@@ -104,7 +103,8 @@ class PolatisStore:
             await self.device.set(Action.ADD, new, command)
 
     async def set_ports(self, asked: Mapping[str, Sequence[object]], command: str) -> None:
-        """Carry out the RPC port-set-state, given the ports to enable and disable by leaf name."""
+        """Carry out the RPC port-set-state. `asked` has the ports to enable in `port-enab` and the ports to disable in
+        `port-disab`. Raises YangRefusal if a port does not exist."""
         facts = self.device.facts
         for leaf, is_enabled in (("port-enab", True), ("port-disab", False)):
             known = {*facts.ingress_ports, *facts.egress_ports}

@@ -1,8 +1,8 @@
 """The emulator `restconf`, which implements the RESTCONF server of a Polatis switch for cross-connects and ports.
 
-Status codes are those that clients of real switches report (see ocs_drivers/restconf.py). In other cases, RFC 8040
-defines them. PUT of the whole collection is supported, because other clients of the same switch may use it, although
-the driver does not.
+Status codes are those that clients of real switches report (see ocs_drivers/restconf.py) or, if clients report none,
+those of RFC 8040. The driver does not use PUT of the whole collection. The emulator supports it, because other clients
+of the same switch may use it.
 """
 
 import json
@@ -41,12 +41,12 @@ class RestconfRefusal(YangRefusal):
 
 
 class RestconfQuirks(CheckedOptions):
-    """Configurable behaviour. `revision` is the revision of the model. Before 2017-08-04, lists are called `pairs` and
-    ports are in another container. `yang_library` and `yang_patch` enable the yang-library and YANG Patch. If
-    `any_to_any` is True, all ports form a single range. If `power` is True, optical power is measured. If `chunked` is
-    True, answers are chunked. If `lists_late` is True, pairs are listed only when their mirrors are in place. If
-    `one_request` is True, a concurrent request is answered with 503. If `user` is set, Basic authentication with `user`
-    and `password` is required."""
+    """Configurable behaviour. `revision` is the revision of the model. In revisions before 2017-08-04, the list of
+    cross-connects is called `pairs`, and ports are in another container. `yang_library` and `yang_patch` enable the
+    yang-library and YANG Patch. If `any_to_any` is True, all ports form a single range. If `power` is True, optical
+    power is measured. If `chunked` is True, answers are chunked. If `lists_late` is True, pairs are listed only when
+    their mirrors are in place. If `one_request` is True, a concurrent request is answered with 503. If `user` is set,
+    Basic authentication with `user` and `password` is required."""
 
     revision: YamlText = "2018-03-22"
     yang_library: Flag = True
@@ -123,8 +123,8 @@ class RestconfEmulator(EmulatedHttpServer):
         raise RestconfRefusal(405, "operation-not-supported", f"{method} is not supported for this resource")
 
     async def _patched(self, method: str, path: str, body: bytes) -> EmulatedReply:
-        """Carry out a YANG Patch (RFC 8072). Unless mirrors fail, either all of its edits take effect or none of
-        them."""
+        """Carry out a YANG Patch (RFC 8072). Unless a mirror fails, all edits of the patch take effect or none of them
+        does."""
         if (method, path) != ("PATCH", COLLECTION):
             raise RestconfRefusal(405, "operation-not-supported", "YANG Patch is only supported for the collection")
         value = _json(body)
@@ -203,8 +203,8 @@ class RestconfEmulator(EmulatedHttpServer):
             raise RestconfRefusal(500 if is_partial else 409, tag, refusal.answer) from None
 
     def _parsed(self, value: object, name: str) -> list[tuple[object, object]]:
-        """Return the (ingress, egress) ports of each pair in a body that contains the whole collection or entries of
-        it. Raises YangRefusal if the body is malformed."""
+        """Return the (ingress, egress) ports of each pair in a body that contains the whole collection or some of its
+        entries. Raises YangRefusal if the body is malformed."""
         content = value.get(f"{yang.MODULE}:{name}", value.get(name)) if isinstance(value, dict) else None
         if name == "cross-connects" and isinstance(content, dict):
             content = content.get(self._pairs, [])

@@ -5,8 +5,8 @@ short or long form and in upper or lower case. In a compound line, they may be r
 have no answer, and errors are put into a bounded queue.
 
 The following behaviour is assumed, because no source states it. A setter with a wrong port has no effect. Sessions
-share the error queue, and errors beyond its capacity are replaced by `-350`. After an unknown header, the remainder of
-the line is ignored.
+share the error queue. If an error occurs while the queue is full, the last entry is replaced by `-350`. After an
+unknown header, the remainder of the line is ignored.
 """
 
 import asyncio
@@ -120,8 +120,9 @@ class ScpiEmulator(EmulatedTcpServer):
             writer.close()
 
     async def _is_seat_free(self, client: asyncio.StreamReader) -> bool:
-        """Return whether this client has the oldest open connection, and may therefore use the only session. The
-        function first awaits a few turns of the event loop, so that an earlier client's disconnect is noticed."""
+        """Return whether this client has the oldest open connection, and may therefore use the only session. If an
+        earlier connection is open, the function first awaits a few turns of the event loop, so that a disconnect is
+        noticed."""
         for _ in range(5):
             if self._clients[0] is client:
                 return True
@@ -258,7 +259,7 @@ def _pattern(form: str) -> re.Pattern[str]:
 
 
 def _ports(text: str) -> list[int]:
-    """Parse a port list such as `(@1, 2, 3)`, `(@1:3)` or `(@)`."""
+    """Parse a port list such as `(@1, 2, 3)`, `(@1:3)` or `(@)`. Raises ScpiError if the list is malformed."""
     listed = re.fullmatch(r"\(@([^()]*)\)", text)
     if not listed:
         raise ScpiError(-102, "Syntax error;a list of ports is (@1,2,3)")

@@ -38,7 +38,7 @@ _NOISE = (
 
 
 class Tl1Quirks(CheckedOptions):
-    """Configurable differences from a device without quirks."""
+    """Configurable deviations of an emulated TL1 switch from the plain protocol."""
 
     user: Text = "root"
     password: Text = "root"
@@ -58,7 +58,7 @@ class Tl1Quirks(CheckedOptions):
 
 
 class Tl1Emulator(EmulatedTcpServer):
-    """A TL1 server, as a `base.Emulator`."""
+    """A TL1 server that implements `base.Emulator`."""
 
     def __init__(self, device: EmulatedDevice, box: Tl1Device, quirks: Tl1Quirks) -> None:
         super().__init__()

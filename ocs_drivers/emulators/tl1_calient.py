@@ -94,8 +94,8 @@ class CalientTl1Device(Tl1Device):
         return []
 
     def _named(self, command: Tl1Command) -> CrossConnect:
-        """Return the connection that a command names. The name is the first parameter of ACT-CRS, and the first or
-        third parameter of other commands, as clients send it. Raises Tl1Refusal if there is no such connection."""
+        """Return the connection that a command names. Clients send the name as the first parameter of ACT-CRS, and as
+        the first or third parameter of other commands. Raises Tl1Refusal if there is no connection of that name."""
         for index in (0, 2):
             source, arrow, destination = command.block(index).partition(">")
             if arrow and source in self._ports and destination in self._ports:

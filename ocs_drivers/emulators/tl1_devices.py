@@ -85,7 +85,7 @@ def ports_of(text: str) -> list[int]:
 
 
 class Tl1Device(ABC):
-    """The commands of one vendor, for an emulated device. If `semicolons` is set, labels contain `;` and quotes."""
+    """The commands of one vendor, for an emulated device. If `semicolons` is True, labels contain `;` and quotes."""
 
     name: ClassVar[str]  # before the date in every reply
     reports_at_first: ClassVar[bool]
@@ -110,7 +110,7 @@ class Tl1Device(ABC):
         reported, because it ends every session."""
 
     async def set(self, action: Action, pairs: Sequence[CrossConnect], command: Tl1Command) -> None:
-        """Connect or disconnect the pairs on the device. Raises Tl1Refusal if the device refuses."""
+        """Connect or disconnect the pairs on the device. Raises Tl1Refusal if the device refuses a pair."""
         try:
             await self.device.set(action, pairs, command.text)
         except DriverPermanent as refusal:
@@ -209,7 +209,8 @@ class PolatisTl1Device(Tl1Device):
 
 
 class GlimmerglassTl1Device(Tl1Device):
-    """The commands of a Glimmerglass switch. Port numbers have five digits. The first digit denotes the side."""
+    """The commands of a Glimmerglass switch. Port numbers have five digits. The first digit is 1 for inputs and 2 for
+    outputs."""
 
     name = "GGN"
     reports_at_first = True

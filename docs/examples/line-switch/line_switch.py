@@ -1,9 +1,9 @@
-"""The driver `line` for a fictitious switch that receives one line of text over TCP and answers with one.
+"""The driver `line` for a fictitious switch, which answers each line of text that it receives over TCP with one line.
 
-FACTS                    OK S8 0042 1.0 8 8 0.025      model, serial, software, ports in and out, seconds
+FACTS                    OK S8 0042 1.0 8 8 0.025      model, serial, software, ports in and out, time to switch in s
 PORTS                    OK 1=enabled 2=failed ...
 LIST                     OK 1:9=tuned 2:10=tuning
-CONNECT 1:9 2:10         OK, or ERR with the reason     in order, until one is refused
+CONNECT 1:9 2:10         OK, or ERR with the reason     in order, until a pair is refused
 DISCONNECT 1:9 2:10      OK, or ERR with the reason
 """
 
@@ -72,8 +72,9 @@ class LineWire(SwitchWire):
         await self._request(f"{verb} {' '.join(map(str, pairs))}", _nothing, is_setter=True)
 
     async def _request(self, line: str, parse: Callable[[list[str]], T], *, is_setter: bool = False) -> T:
-        """Send a line and return the words after OK, parsed. Raises DriverOutcomeUnknown if a setter is not answered,
-        DriverRetryable if another line is not, DriverPermanent for ERR and ValueError for an invalid answer."""
+        """Send a line and return the parsed words that follow OK. Raises DriverOutcomeUnknown if a setter is not
+        answered, and DriverRetryable if any other line is not answered. Raises DriverPermanent if the answer is ERR,
+        and ValueError if the answer is invalid."""
         assert self._streams is not None
         reader, writer = self._streams
         unclear = DriverOutcomeUnknown if is_setter else DriverRetryable

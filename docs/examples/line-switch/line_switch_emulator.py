@@ -1,4 +1,4 @@
-"""Emulates the switch for tests: the protocol of line_switch.py on top of `EmulatedDevice`.
+"""Emulate the example switch for tests: the protocol of line_switch.py on top of `EmulatedDevice`.
 
 `python line_switch_emulator.py 127.0.0.1 5555` serves a switch with 8 ports on each side until it is stopped.
 """

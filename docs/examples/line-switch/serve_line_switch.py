@@ -1,4 +1,7 @@
-"""Serve one switch as `OcsDriver` over gRPC: `python serve_line_switch.py 127.0.0.1:5555 127.0.0.1:7555`."""
+"""Serve the driver of one switch over gRPC, given the address of the switch and the address to listen on.
+
+Example: `python serve_line_switch.py 127.0.0.1:5555 127.0.0.1:7555`.
+"""
 
 import asyncio
 import sys

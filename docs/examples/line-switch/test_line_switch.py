@@ -1,4 +1,4 @@
-"""Runs the conformance suite against the emulator over a real socket."""
+"""Run the conformance suite against the emulator of the example switch, over a real socket."""
 
 from collections.abc import AsyncIterator, Sequence
 
@@ -14,7 +14,7 @@ from ocs_drivers.registry import make_driver
 
 
 class LineHarness(DriverConformance):
-    """Provides a device with nothing connected, and injects its faults."""
+    """Provides emulated devices with nothing connected, and injects faults into them."""
 
     @pytest.fixture(autouse=True)
     async def _emulators(self) -> AsyncIterator[None]:

@@ -1,4 +1,4 @@
-"""Runs the same suite through `driver: grpc`, against the driver behind a gRPC server."""
+"""Run the conformance suite through `driver: grpc`, against the example driver behind a gRPC server."""
 
 from collections.abc import AsyncIterator
 

@@ -1,7 +1,7 @@
 """The driver `gnmi` for switches that are configured over gNMI, with the tables of SONiC-OCS or the model proposed to
 OpenConfig.
 
-The models, and the assumptions about each model, are documented in gnmi_sonic.py and gnmi_openconfig.py.
+Both data models, and the assumptions about them, are documented in gnmi_sonic.py and gnmi_openconfig.py.
 gnmi_session.py implements the connection. All removals of a commit are sent in one SetRequest, and all additions in a
 second SetRequest. The device is read after each commit, because it may have carried out a part of a request that it
 refused.
@@ -19,11 +19,11 @@ def _wire(options: GnmiOptions, clock: DeviceClock) -> GnmiWire:
 
 
 class GnmiSwitch(ConfiguredSwitch, options=GnmiOptions, wire=_wire):
-    """The driver `gnmi`. `address` is `HOST` or `HOST:PORT`; `model` is sonic or openconfig.
+    """The driver `gnmi`. `address` is `HOST` or `HOST:PORT`. `model` is `sonic` or `openconfig`.
 
     With `tls`, the device's certificate must name the host or `tls_server_name`, and must be signed by an authority in
-    `tls_ca_file` (by default, the system's authorities). `tls_cert_file` and `tls_key_file` are the client's
-    certificate and key. `user` and `password` are sent as metadata. `origin` is the origin of paths. By default, it is
-    the origin that the device announces for the model sonic, and no origin for openconfig. `slot`, for openconfig, is
-    the optical module whose ports this driver controls.
+    `tls_ca_file` (by default, one of the system's authorities). `tls_cert_file` and `tls_key_file` are the client's
+    certificate and key. `user` and `password` are sent as metadata. `origin` is the origin of the paths in requests.
+    With model `sonic`, the default is the origin that the device announces. With model `openconfig`, paths have no
+    origin by default. `slot`, for model `openconfig`, is the optical module whose ports this driver controls.
     """

@@ -1,7 +1,7 @@
-"""Convert gNMI messages to plain data (paths, and trees assembled from updates), without side effects.
+"""Convert gNMI messages to and from plain data (paths, values, and trees assembled from updates), without side effects.
 
-A path is a tuple of elements. An element consists of a name and its keys. A tree has the structure of JSON: mappings,
-lists of mappings that include their keys as members, and leaves.
+A path is a tuple of elements. An element consists of a name and its keys. A tree has the structure of JSON. It consists
+of mappings, lists of mappings that include their keys as members, and leaves.
 """
 
 import json
@@ -37,8 +37,9 @@ def path_to_pb(elems: Path, origin: str = "") -> Any:
 
 
 def path_from_pb(message: Any, prefix: Any = None) -> Path:
-    """Convert a path message to a path. Module names in front of element names (`openconfig-optical-switch:port`) are
-    dropped. The field `element` is used if `elem` is empty, as in messages of old servers."""
+    """Convert a path message, with the path message `prefix` in front if it is given, to a path. Module names in front
+    of element names (`openconfig-optical-switch:port`) are dropped. If the field `elem` is empty, as in messages from
+    old servers, the field `element` is used."""
     elems = [*(prefix.elem if prefix is not None else ()), *message.elem]
     if not elems:
         return path(*(_bare(name) for name in (*(prefix.element if prefix is not None else ()), *message.element)))
@@ -50,8 +51,8 @@ def value_to_pb(value: object) -> Any:
 
 
 def value_from_pb(message: Any) -> Any:
-    """Convert a value message to plain data. Values in JSON are parsed. Values of other kinds are returned unchanged,
-    because the drivers read only texts and numbers of these kinds. Raises ValueError if JSON is malformed."""
+    """Convert a value message to plain data. JSON values are parsed. Other values are returned unchanged, because the
+    drivers use only text and numbers among them. Raises ValueError if the JSON is malformed."""
     kind = message.WhichOneof("value")
     value = getattr(message, kind) if kind else None
     if kind in ("json_val", "json_ietf_val"):
@@ -60,7 +61,8 @@ def value_from_pb(message: Any) -> Any:
 
 
 def tree(updates: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
-    """Merge all updates into one tree. An update may contain a whole container, a list entry or a leaf."""
+    """Merge updates, which are pairs of a path and a value, into one tree. A value may be a whole container, a list
+    entry or a leaf."""
     root: dict[str, Any] = {}
     for elems, value in updates:
         graft(root, elems, value)
@@ -85,8 +87,8 @@ def member(data: Any, *names: str) -> Any:
 
 
 def mapping(data: Any) -> Mapping[str, Any]:
-    """Return a container of a tree unchanged, or an empty mapping for None. Raises ValueError if the value is not a
-    container."""
+    """Return `data`, a container of a tree, or an empty mapping if `data` is None. Raises ValueError if `data` is
+    anything else."""
     if data is None:
         return {}
     if not isinstance(data, Mapping):
@@ -95,8 +97,8 @@ def mapping(data: Any) -> Mapping[str, Any]:
 
 
 def entries(data: Any) -> list[Mapping[str, Any]]:
-    """Return the entries of a list in a tree, or an empty list for None. Raises ValueError if the value is not a list
-    of containers."""
+    """Return the entries of `data`, a list in a tree. The result is empty if `data` is None. Raises ValueError if
+    `data` is not a list of containers."""
     if data is None:
         return []
     if not isinstance(data, list):

@@ -1,17 +1,17 @@
 """Read and change switches with the optical switch model proposed to OpenConfig (openconfig/public, pull request 1187).
 
 `/optical-switch/optical-switch-topology/state` describes the device: `port-connectivity` (`INGRESS_EGRESS` or
-`ANY_TO_ANY`), port counts and first indices. `/optical-switch/port-connections/port-connection[slot][port]` has the
-configured connection in `config/{peer-slot,peer-port}` and the connection in effect in `state`.
-`/optical-switch/port-statuses/port-status` has the states of ports. The driver treats one slot as one switch, whose
-ports are the ports of one optical module, with the device's numbers.
+`ANY_TO_ANY`), port counts and first indices. `/optical-switch/port-connections/port-connection[slot][port]` contains
+the configured connection in `config/{peer-slot,peer-port}` and the connection in effect in `state`.
+`/optical-switch/port-statuses/port-status` contains the states of ports. The driver treats one slot as one switch,
+whose ports are the ports of one optical module, with the device's numbers.
 
 The driver assumes that a connection is listed under its ingress port or, on an any-to-any device, under either port. It
-also assumes that `state` follows the mirrors, as applied state does in OpenConfig, and that the update of several
-entries in one SetRequest is one transaction, although the hardware may apply only a part of it. The values of
-`port-status` are not specified. Ports with the values DISABLED and FAILED are treated as unusable, and ports with other
-values as usable. If there are several modules, counts are assumed to be per module. The proposal was not merged, so
-devices may differ from it.
+assumes that `state` changes only when the mirrors have moved, as applied state does in OpenConfig. It also assumes that
+the update of several entries in one SetRequest is one transaction, although the hardware may apply only a part of it.
+The values of `port-status` are not specified. Ports with the values DISABLED and FAILED are treated as unusable, and
+ports with other values as usable. If the device has several modules, the port counts are assumed to be per module. The
+proposal was not merged, so devices may differ from it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,15 +53,15 @@ class OpenConfigTopology:
     egress_ports: range
 
     def normal(self, port: int, peer: int) -> CrossConnect:
-        """Return a connection of two ports as a cross-connect with the ingress port first (any-to-any: the smaller
-        number), regardless of which of the two ports lists it."""
+        """Return the cross-connect of `port` and `peer`, regardless of which of them lists the connection. The ingress
+        port is first or, on an any-to-any device, the port with the smaller number."""
         is_turned = port > peer if self.connectivity is Connectivity.ANY_TO_ANY else port not in self.ingress_ports
         return CrossConnect(peer, port) if is_turned else CrossConnect(port, peer)
 
 
 def topology(data: Any, slot: str) -> OpenConfigTopology:
-    """Parse the container `state` of the topology. Raises ValueError with the reason if it is invalid or does not
-    contain the slot."""
+    """Parse the container `optical-switch-topology/state` as the topology of one slot. Raises ValueError with the
+    reason if the container is invalid or the device does not have the slot."""
     state = mapping(data)
     kind = str(state.get("port-connectivity", "")).rpartition(":")[2]
     if kind not in CONNECTIVITY:
@@ -81,15 +81,15 @@ def topology(data: Any, slot: str) -> OpenConfigTopology:
 
 
 def connection_path(topology: OpenConfigTopology, port: int) -> Path:
-    """Return the path of the list entry for a port. The path never denotes the whole list. Raises ValueError if the
-    slot has no such port."""
+    """Return the path of the `port-connection` entry for a port. The path never denotes the whole list. Raises
+    ValueError if the slot has no such port."""
     keys = (("port", str(_port(topology, port))), ("slot", topology.slot))
     return (*CONNECTIONS, Elem("port-connection", keys))
 
 
 def circuits(topology: OpenConfigTopology, data: Any) -> dict[DeviceCircuit, set[int]]:
-    """Return the circuits of this slot, each with the ports under which it is listed. A circuit that is configured but
-    not applied yet is in state tuning."""
+    """Return the circuits of the topology's slot, each with the ports under which it is listed. `data` is the container
+    `port-connections`. A circuit that is configured but not applied yet is in state `tuning`."""
     ordered: dict[CrossConnect, set[int]] = {}
     applied: dict[CrossConnect, set[int]] = {}
     for entry in entries(member(data, "port-connection")):
@@ -107,7 +107,8 @@ def circuits(topology: OpenConfigTopology, data: Any) -> dict[DeviceCircuit, set
 
 
 def port_states(topology: OpenConfigTopology, data: Any) -> list[PortState]:
-    """Return the state of every port of the slot; a port without a reported status is enabled."""
+    """Return the state of every port of the slot. `data` is the container `port-statuses`. A port without a reported
+    status is considered enabled."""
     told = {}
     for entry in entries(member(data, "port-status")):
         state = {**entry, **mapping(entry.get("state"))}
@@ -189,7 +190,8 @@ class OpenConfigWire(GnmiWire):
         return [CONNECTIONS, STATUSES]
 
     async def _chassis(self) -> Mapping[str, Any]:
-        """Return the chassis state of openconfig-platform. The result is empty if the device does not report it."""
+        """Return the state of the device's chassis (model openconfig-platform). The result is empty if the device does
+        not report it."""
         try:
             components = entries(member(await self.tree(COMPONENTS), "component"))
         except DriverPermanent:

@@ -1,5 +1,5 @@
 """Connect to a gNMI server, call its methods Capabilities, Get, Set and Subscribe, and translate errors into driver
-errors. `GnmiWire` is the base class for all data models. Each subclass defines the paths of one model.
+errors. `GnmiWire` is the base class of the wires for all data models. Each subclass defines the paths of one model.
 
 The driver uses pygnmi's generated messages but not its client. The client blocks, has no time limits for Get and Set,
 logs to standard output, and trusts any certificate if no CA file is given. grpc.aio, in contrast, runs in the event
@@ -46,8 +46,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     *MESSAGE_OPTIONS,
 )
 
-# Answers to a Set that mean nothing was applied. All others leave that open: servers are known to report failures
-# (UNKNOWN) of changes that they applied.
+# Responses to a Set that mean that nothing was applied. After any other response, this is not certain, because servers
+# are known to report failures (UNKNOWN) of changes that they applied.
 REFUSALS = frozenset(
     {
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -116,8 +116,8 @@ def _subscription(paths: Sequence[Path], origin: str) -> Any:
 
 
 async def _translated(command: str, call: Awaitable[T], *, is_setter: bool = False) -> T:
-    """Return the result of a gRPC call. Errors of the call are raised as driver errors. If a setter fails without a
-    clear refusal, DriverOutcomeUnknown is raised."""
+    """Await a gRPC call and return its result. Raises DriverPermanent if the server refuses the call. For any other
+    failure, raises DriverOutcomeUnknown if the call is a setter, and DriverRetryable otherwise."""
     try:
         return await call
     except grpc.aio.AioRpcError as error:
@@ -134,8 +134,8 @@ async def _translated(command: str, call: Awaitable[T], *, is_setter: bool = Fal
 
 
 class GnmiWire(SwitchWire):
-    """The `base.SwitchWire` of one switch: a session with the switch's gNMI server. `SwitchDriver` opens it again after
-    an error."""
+    """Implements `base.SwitchWire` over a session with the gNMI server of one switch. `SwitchDriver` reopens the
+    session after an error."""
 
     capabilities = SwitchCapabilities(bulk=True, tuned_state=True, events=True)
 
@@ -149,13 +149,13 @@ class GnmiWire(SwitchWire):
 
     @abstractmethod
     async def attach(self, models: Mapping[str, str]) -> None:
-        """Read the data that the other verbs need. `models` maps the names of the models that the device supports to
-        their versions."""
+        """Read the data that the other operations need. `models` maps the name of each model that the device supports
+        to the model's version."""
 
     @abstractmethod
     def watched(self) -> Sequence[Path]:
-        """Return the paths to subscribe to for changes of ports and circuits. Called after ports and circuits have been
-        read."""
+        """Return the paths to subscribe to for changes of ports and circuits. The ports and circuits must have been
+        read before."""
 
     async def open(self) -> None:
         self._channel = await self._new_channel()
@@ -170,9 +170,8 @@ class GnmiWire(SwitchWire):
             await channel.close()
 
     async def tree(self, where: Path) -> Mapping[str, Any]:
-        """Read the container at a path, and assemble it from all updates in the answer. The result is empty if there is
-        no data.
-        """
+        """Read the container at the path `where`, assembled from all updates in the response. The result is empty if
+        the server has no data at this path."""
         command = f"Get {self._origin}:{shown(where)}" if self._origin else f"Get {shown(where)}"
         request = gnmi_pb2.GetRequest(path=[path_to_pb(where, self._origin)], encoding=gnmi_pb2.JSON_IETF)
         try:
@@ -191,8 +190,8 @@ class GnmiWire(SwitchWire):
         return mapping(member(tree(rooted), *(elem.name for elem in where)))
 
     async def transact(self, *, delete: Sequence[Path] = (), update: Sequence[tuple[Path, object]] = ()) -> None:
-        """Send one SetRequest. Each path to delete must include the keys of its list entry, because a path without keys
-        denotes the whole table."""
+        """Send one SetRequest. Each path to delete must identify one entry of a list or table, because a path without
+        the entry's key denotes all entries."""
         request = gnmi_pb2.SetRequest(
             delete=[path_to_pb(elems, self._origin) for elems in delete],
             update=[
@@ -205,7 +204,7 @@ class GnmiWire(SwitchWire):
 
     async def changes(self, paths: Sequence[Path]) -> AsyncGenerator[None, None]:
         """Yield once when the subscription is established, and again after changes at or below the paths. All changes
-        that arrive while the caller is busy cause a single item."""
+        that arrive while the caller is busy are combined into one item."""
         command = f"Subscribe {' '.join(shown(elems) for elems in paths)}"
         call = self._live().Subscribe(metadata=self._metadata)
         has_changed = asyncio.Event()

@@ -1,18 +1,19 @@
 """Read and change the tables of SONiC-OCS over gNMI. The functions for names and parsing have no side effects.
-`SonicWire` uses a session.
+`SonicWire` communicates with the device.
 
-Sources: the OCS design of sonic-net/SONiC (doc/ocs/ocs_hld.md) and the image `ocs-kvm` of sonic-ocs/sonic-buildimage,
-which differ. CONFIG_DB, where circuits are configured, has `OCS_PORT[1A]{label,state}` (image: `config_status`), with
-state `normal|force_blocked` (image: also `powered_off`), and `OCS_CROSS_CONNECT[1A-2B]{a_side,b_side}`. STATE_DB, which
-reports the effect, has `OCS_PORT{status}` with `blocked|tuning|tuned|failed`, and
-`OCS_CROSS_CONNECT{a_side_status,b_side_status}`; in the image, tables end in `_TABLE`, ports have `oper_status`
-(`connected` for tuned) and each circuit has a `status`. Both forms are read. With N ports on the A side, a circuit of A
-side port 1 and B side port 2 is 1:(N+2) here, because port 2 of each side has its own state.
+The sources are the OCS design of sonic-net/SONiC (doc/ocs/ocs_hld.md) and the image `ocs-kvm` of
+sonic-ocs/sonic-buildimage, which differ. CONFIG_DB, where circuits are configured, has `OCS_PORT[1A]{label,state}`
+(image: `config_status`), with state `normal|force_blocked` (image: also `powered_off`), and
+`OCS_CROSS_CONNECT[1A-2B]{a_side,b_side}`. STATE_DB, which reports the effect, has `OCS_PORT{status}` with
+`blocked|tuning|tuned|failed`, and `OCS_CROSS_CONNECT{a_side_status,b_side_status}`. In the image, the names of these
+tables end in `_TABLE`, ports have `oper_status` (`connected` for tuned) and each circuit has a `status`. The driver
+reads both forms. With N ports on the A side, the circuit from port 1 of the A side to port 2 of the B side is the
+cross-connect 1:(N+2), because port 2 of each side has its own state.
 
 The driver assumes that deleting and updating keys of OCS_CROSS_CONNECT in one SetRequest is one transaction of the
 database. The transaction does not include the mirrors, so the hardware may apply part of it, and rejected circuits may
 stay in CONFIG_DB. The driver reports the ports of such a circuit as in use, but the circuit as not tuned. It is not
-known whether circuits in CONFIG_DB survive a restart; presumably, they survive only if the configuration is saved.
+known whether circuits in CONFIG_DB survive a restart. Presumably, they survive only if the configuration is saved.
 """
 
 import re
@@ -36,7 +37,7 @@ from ocs_drivers.model import (
 
 CONFIG, STATE, HOST = "CONFIG_DB", "STATE_DB", "localhost"
 PORTS, CROSS_CONNECTS, METADATA = "OCS_PORT", "OCS_CROSS_CONNECT", "DEVICE_METADATA"
-# The server calls its origin `sonic-db` and lists it among its models; other texts write `sonic_db`.
+# The server calls its origin `sonic-db` and lists it among its models. Other sources call it `sonic_db`.
 ORIGINS = ("sonic-db", "sonic_db")
 SUFFIXES = ("", "_TABLE")
 
@@ -56,7 +57,8 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class SonicPorts:
-    """The number of simplex ports on each side. Ports are named `1A`..`NA` and `1B`..`MB`."""
+    """The number of simplex ports on each side. Ports are named `1A`..`NA` and `1B`..`MB`, and numbered 1..N and
+    N+1..N+M."""
 
     a_ports: int
     b_ports: int
@@ -74,8 +76,8 @@ class SonicPorts:
         return f"{port}A" if port <= self.a_ports else f"{port - self.a_ports}B"
 
     def key(self, pair: CrossConnect) -> str:
-        """Return the table key of a cross-connect. Raises ValueError unless its ingress port is on the A side and its
-        egress port on the B side."""
+        """Return the key of a cross-connect in OCS_CROSS_CONNECT, such as `1A-2B`. Raises ValueError unless the ingress
+        port is on the A side and the egress port on the B side."""
         if not 1 <= pair.ingress_port <= self.a_ports < pair.egress_port <= self.a_ports + self.b_ports:
             raise ValueError(f"a cross-connect must go from the A side to the B side, got {pair}")
         return f"{self.name(pair.ingress_port)}-{self.name(pair.egress_port)}"
@@ -88,8 +90,8 @@ class SonicPorts:
 
 
 def sides_of(names: Iterable[str]) -> SonicPorts:
-    """Return the sides that the listed ports form. Raises ValueError if a side has no ports, or its ports are not
-    numbered from 1 without gaps."""
+    """Return the number of ports on each side, given the names of all ports. Raises ValueError if a name is malformed,
+    a side has no ports, or the ports of a side are not numbered from 1 without gaps."""
     listed = set(names)
     strange = sorted(name for name in listed if not _PORT.fullmatch(name))
     sides = SonicPorts(sum(name.endswith("A") for name in listed), sum(name.endswith("B") for name in listed))
@@ -101,8 +103,8 @@ def sides_of(names: Iterable[str]) -> SonicPorts:
 
 
 def circuits(sides: SonicPorts, ordered: Mapping[str, Any], shown: Mapping[str, Any]) -> list[DeviceCircuit]:
-    """Return the circuits that are in the table of configured cross-connects, in the table of cross-connects in effect,
-    or in both."""
+    """Return the circuits that are in the table of configured cross-connects (`ordered`), in the table of
+    cross-connects in effect (`shown`), or in both. Both tables are mappings from keys to rows."""
     found = []
     for key in sorted({*ordered, *shown}):
         entry, state = mapping(ordered.get(key)), mapping(shown.get(key))
@@ -187,8 +189,8 @@ class SonicWire(GnmiWire):
         return [*tables, path(CONFIG, HOST, PORTS)]
 
     async def _shown(self, table: str) -> Mapping[str, Any]:
-        """Read a table of STATE_DB, which may have either of two names. Return its rows. The result is empty if it does
-        not exist yet."""
+        """Return the rows of a table of STATE_DB by key. The table's name may have the suffix `_TABLE`. The result is
+        empty if the table does not exist yet."""
         for suffix in SUFFIXES if self._suffix is None else (self._suffix,):
             rows = await self._table(STATE, table + suffix)
             if rows:
@@ -197,14 +199,14 @@ class SonicWire(GnmiWire):
         return {}
 
     async def _table(self, database: str, table: str) -> Mapping[str, Any]:
-        """Read all rows of a table. The result is empty if the table does not exist, as is the case for a table without
-        rows.
-        """
+        """Return all rows of a table by key. The result is empty if the table does not exist, because the database has
+        no tables without rows."""
         return await self.tree(path(database, HOST, table))
 
 
 def cross_connect_path(key: str) -> Path:
-    """Return the path of one row. The path never denotes the whole table. Raises ValueError if the key is malformed."""
+    """Return the path of one row of OCS_CROSS_CONNECT. The path never denotes the whole table. Raises ValueError if the
+    key is malformed."""
     if not _CROSS_CONNECT.fullmatch(key):
         raise ValueError(f"a cross-connect must have the form 1A-2B, got {key!r}")
     return path(CONFIG, HOST, CROSS_CONNECTS, key)

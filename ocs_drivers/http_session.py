@@ -1,8 +1,8 @@
-"""HTTP requests to a device, one at a time and each on a new connection, so that the outcome of each request can be
-classified.
+"""Send HTTP requests to a device, one at a time and each on a new connection, so that the outcome of each request can
+be classified.
 
 Connections are not reused, because a setter that is sent on an idle connection is lost if the device closes the
-connection, and its outcome is then unknown. Requests are not retried, redirects are not followed, answers are limited
+connection, and its outcome is then unknown. Requests are not retried, redirects are not followed, responses are limited
 in size, and certificates are verified.
 """
 
@@ -55,14 +55,15 @@ class DeviceResponse:
 
     @property
     def excerpt(self) -> str:
-        """The beginning of the body, as printable text for messages."""
+        """The status and the beginning of the body, as printable text for messages."""
         text = " ".join(self.body[: 4 * SHOWN_CHARACTERS].decode("utf-8", "replace").split())
         shown = "".join(sign if sign.isprintable() else "?" for sign in text)
         return f"HTTP {self.status}" + (f": {shown[:SHOWN_CHARACTERS]}" if shown else "")
 
 
 class HttpOptions(DriverOptions):
-    """The options of every driver that uses HTTP. `tls_ca_file` (PEM) replaces the system's authorities."""
+    """The options of every driver that uses HTTP. The certificates in `tls_ca_file` (PEM) replace the system's
+    authorities."""
 
     default_ports: ClassVar[Mapping[Scheme, int]]
 
@@ -88,7 +89,7 @@ class HttpOptions(DriverOptions):
 
     @property
     def url(self) -> str:
-        """The device's URL without a path, with scheme, host and port."""
+        """The device's base URL, which consists of the scheme, the host and the port."""
         host, port = split_address(self.address, self.default_ports[self.scheme])
         return f"{self.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -144,8 +145,9 @@ class HttpSession:
     ) -> DeviceResponse:
         """Send a request and return the response, regardless of its status. `content` is sent as JSON.
 
-        Raises DriverRetryable if the request certainly had no effect, DriverOutcomeUnknown if a setter was sent and not
-        answered, and DriverPermanent if the peer has an untrusted certificate or does not use HTTP.
+        Raises DriverOutcomeUnknown if a setter was sent and no valid response arrived. Raises DriverPermanent if the
+        device's certificate is not trusted, or if the response to a request other than a setter is not HTTP. Raises
+        DriverRetryable for other failures, which certainly had no effect.
         """
         target = path + ("?" + "&".join(f"{quote(k)}={quote(v, safe='')}" for k, v in query.items()) if query else "")
         body = None if content is None else json.dumps(content, separators=(",", ":")).encode()
@@ -220,7 +222,7 @@ async def _note_sent(session: aiohttp.ClientSession, context: SimpleNamespace, p
 
 def check_status(answer: DeviceResponse, command: str, is_setter: bool, text: str = "") -> None:
     """Raise the driver error that corresponds to the response's status, unless the status is 2xx. `text` is the
-    device's message, if the body contains one."""
+    device's error message, if it is known from the body. Otherwise, the error quotes the beginning of the body."""
     text = text or answer.excerpt
     match answer.status:
         case status if 200 <= status < 300:
@@ -264,9 +266,9 @@ def _refuse_constant(text: str) -> NoReturn:
 def read_answer(
     answer: DeviceResponse, command: str, parse: Callable[[object], T], *, is_setter: bool = False, text: str = ""
 ) -> T:
-    """Return `parse` applied to the JSON of the response. An empty body is treated as an empty list. Raises errors as
-    `check_status` does. If the answer is invalid, raises DriverOutcomeUnknown for a setter and DriverPermanent for any
-    other request."""
+    """Return the result of `parse` for the JSON in the response's body. An empty body is treated as an empty list.
+    Raises the errors of `check_status`. If the body is invalid, raises DriverOutcomeUnknown for a setter and
+    DriverPermanent for any other request."""
     check_status(answer, command, is_setter, text)
     try:
         return parse(parse_json(answer.body) if answer.body.strip() else [])

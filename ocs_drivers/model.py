@@ -2,7 +2,7 @@
 frozen.
 
 Ports have the device's numbers. An `ingress_egress` device may use the same numbers on both sides (Calient) or number
-the egress ports after the ingress ports (Polatis); `SwitchFacts` has the range of each side.
+the egress ports after the ingress ports (Polatis). `SwitchFacts` contains the range of each side.
 """
 
 import hashlib
@@ -22,7 +22,8 @@ class Connectivity(StrEnum):
 
 
 class BootBehaviour(StrEnum):
-    """The state of the cross-connects after a restart of the device."""
+    """The state of the cross-connects after a restart of the device: all removed (`dark`), all restored (`restore`), or
+    not known (`unknown`)."""
 
     DARK = "dark"
     RESTORE = "restore"
@@ -30,9 +31,9 @@ class BootBehaviour(StrEnum):
 
 
 class ChangeMode(StrEnum):
-    """The treatment of a port that a change needs and that another circuit uses. The driver refuses the change, evicts
-    that circuit, or evicts all circuits that the change does not name. Only circuits owned by this driver are evicted.
-    """
+    """The treatment of circuits that occupy ports needed by a change. `safe` refuses the change, `update` evicts these
+    circuits, and `overwrite` evicts all circuits that the change does not name. Only circuits owned by this driver are
+    evicted."""
 
     SAFE = "safe"
     UPDATE = "update"
@@ -46,7 +47,7 @@ class PortStatus(StrEnum):
 
 
 class CircuitState(StrEnum):
-    """The position of the mirrors of one cross-connect, as the device reports it."""
+    """The state of the mirrors of one cross-connect, as the device reports it."""
 
     TUNING = "tuning"
     TUNED = "tuned"
@@ -86,7 +87,7 @@ class CrossConnect:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse the text that `str` of a cross-connect returns. Raises ValueError with the reason if it is
+        """Parse text of the form `INGRESS:EGRESS`, such as `1:17`. Raises ValueError with the reason if the text is
         malformed."""
         ingress, colon, egress = text.partition(":")
         if not (colon and ingress.isdecimal() and egress.isdecimal()):
@@ -99,8 +100,8 @@ MOST_PORTS = 99_999  # per side; a device that reports more is not a switch
 
 @dataclass(frozen=True, slots=True)
 class SwitchFacts:
-    """The identity and fixed properties of a device. `reconfiguration_s` is the vendor's stated time to move one
-    circuit."""
+    """The identity and fixed properties of a device. `reconfiguration_s` is the time, in seconds, that the device needs
+    to move one circuit, as stated by the vendor."""
 
     vendor: str
     model: str
@@ -202,8 +203,8 @@ def utc(at_s: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CrossConnectReading:
-    """All cross-connects of a device at one instant, sorted. The revision changes whenever the set of cross-connects
-    changes, whichever client changes it. If the device has no revisions, the revision is the fingerprint of the set."""
+    """All cross-connects of a device at one instant, sorted. The revision changes whenever any client changes the set
+    of cross-connects. If the device has no revisions, the revision is the fingerprint of the set."""
 
     circuits: tuple[DeviceCircuit, ...]
     revision: int
@@ -221,8 +222,8 @@ class CrossConnectReading:
 
 
 def fingerprint(cross_connects: Iterable[CrossConnect]) -> int:
-    """Return a hash of a set of cross-connects. Equal sets have the same hash, on any machine and after any restart. It
-    has 52 bits, which JSON's doubles represent exactly."""
+    """Return a hash of a set of cross-connects. Equal sets have the same hash, on any machine and after any restart.
+    The hash has 52 bits, which JSON's doubles represent exactly."""
     text = ",".join(str(pair) for pair in sorted(set(cross_connects)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 12
 
@@ -256,14 +257,15 @@ class CircuitDiff:
 
     @property
     def way_back(self) -> "CircuitDiff":
-        """The diff that undoes this diff. It does not touch circuits that existed before and were not removed."""
+        """The diff that undoes this diff. It does not affect circuits that existed before this diff and that this diff
+        did not remove."""
         return replace(self, remove=self.add, add=self.remove)
 
 
 @dataclass(frozen=True, slots=True)
 class CrossConnectResult:
-    """The outcome of one addition or removal. Times are seconds since the commit began. A time is None if the state was
-    not reached or the time is unknown.
+    """The outcome of one addition or removal. Times are in seconds since the commit began. A time is None if the state
+    was not reached or the time is unknown.
 
     Three times are distinguished, because an accepted command does not imply that light passes: commanded (the device
     accepted the command), tuned (the device shows the circuit in place), and link up (light arrives at the far end).

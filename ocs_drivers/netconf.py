@@ -7,10 +7,10 @@ is marked `merge` or `delete` and the default operation is `none`, so only named
 replaces or deletes the collection.
 
 It is not known whether an edit is atomic, so its effect is read back. It is not known whether the mirrors are in place
-when a pair is listed, so `tuned_state` is not declared, and a pair is considered tuned when the stated time has passed.
-The driver does not use `:confirmed-commit`. Events are not declared, because the notification stream (RFC 5277) carries
-only power and system alarms. Cross-connects appear only in the free text of an activity log that an administrator must
-enable.
+when a pair is listed. The driver therefore does not declare the capability `tuned_state`, and considers a pair tuned
+when the stated time has passed. The driver does not use `:confirmed-commit`. It does not declare the capability
+`events`, because the notification stream (RFC 5277) carries only power and system alarms. Cross-connects appear only in
+the free text of an activity log that an administrator must enable.
 
 Each session runs in a separate thread, because ncclient is synchronous and must not block the event loop. If a caller
 is cancelled, the thread keeps waiting until `close` shuts down its connection. Other sessions are not affected, because
@@ -63,9 +63,9 @@ BUSY_TAGS = frozenset({"lock-denied", "in-use", "resource-denied"})
 
 
 class NetconfOptions(DriverOptions):
-    """Options of the driver `netconf`. If `revision` is empty, the announced revision is used. If `size` is empty, the
-    size in the model name is used. The device is authenticated by `host_key` (base64) if it is given, and otherwise by
-    the file `known_hosts`, which is by default the user's known_hosts file."""
+    """Options of the driver `netconf`. If `revision` is empty, the revision that the device announces is used. If
+    `size` is empty, the size in the model name is used. The device is authenticated by `host_key` (base64) if it is
+    given, and otherwise by the file `known_hosts`, which is by default the user's known_hosts file."""
 
     address: Address
     user: FilledText = "admin"
@@ -84,9 +84,9 @@ class NetconfOptions(DriverOptions):
 
 
 class PromptSession(SSHSession):  # type: ignore[misc]  # ncclient is not typed
-    """A session of ncclient with two differences. Messages are sent at once, whereas ncclient polls for messages to
-    send every 0.1 s, which is four times the time that a piezo switch takes to move. Known hosts are read from a single
-    file."""
+    """A session of ncclient with two differences. Messages are sent at once, whereas ncclient checks for messages to
+    send only every 0.1 s, which is four times the time that a piezo switch takes to move. Known hosts are read from a
+    single file."""
 
     def __init__(self, known_hosts: str) -> None:
         super().__init__(make_device_handler(None))
@@ -108,7 +108,7 @@ class PromptSession(SSHSession):  # type: ignore[misc]  # ncclient is not typed
 
 
 class NetconfSession:
-    """One session with the device, which is never reused."""
+    """One NETCONF session with a device. A session is never reused."""
 
     def __init__(self, options: NetconfOptions) -> None:
         self._options = options
@@ -197,7 +197,7 @@ class RpcRefused(Exception):
 
 
 class NetconfWire(yang.PolatisWire):
-    """The `base.SwitchWire` of one switch."""
+    """Implements the operations of `base.SwitchWire` over NETCONF."""
 
     def __init__(self, options: NetconfOptions, clock: DeviceClock) -> None:
         super().__init__(clock, options.size, options.reconfiguration_s, has_power=options.power)
@@ -266,8 +266,8 @@ class NetconfWire(yang.PolatisWire):
 
 def subtree(container: str, leaves: Sequence[str] = ()) -> str:
     """Return a subtree filter that selects the named leaves of each port in a container or, without leaves, the whole
-    container. Parts of a path may be prefixed with a module, as in `system-config/polatis-switch:startup-mode`, and a
-    leaf may be a path, as in `opm/power`."""
+    container. `container` is a path whose parts may have a module prefix, as in
+    `system-config/polatis-switch:startup-mode`. A leaf may also be a path, as in `opm/power`."""
     inner = "".join(_nested(leaf.split("/")) for leaf in leaves)
     return _nested(f"{yang.MODULE}:{container}".split("/"), f"<port>{inner}</port>" if inner else "")
 
@@ -291,7 +291,7 @@ def plain(element: Any) -> dict[str, object]:
 
 
 def edit(revision: str, action: Action, pairs: Sequence[CrossConnect]) -> str:
-    """Return a <config> that adds or removes these pairs. With default operation `none` it affects no other pairs.
+    """Return a <config> that adds or removes these pairs. With the default operation `none`, it affects no other pairs.
     Raises ValueError if there are no pairs."""
     if not pairs:
         raise ValueError("the list must not be empty: some devices take an empty list as every circuit")
@@ -306,7 +306,7 @@ def edit(revision: str, action: Action, pairs: Sequence[CrossConnect]) -> str:
 
 
 def module_revision(capabilities: Collection[str], namespace: str, module: str) -> str | None:
-    """Return the revision of a module as announced in a <hello>: `NAMESPACE?module=NAME&revision=DATE` (RFC 6020,
+    """Return the revision of a module that a <hello> announces as `NAMESPACE?module=NAME&revision=DATE` (RFC 6020,
     5.6.4). Return "" if the module is announced without a revision, and None if it is not announced."""
     for capability in sorted(capabilities, reverse=True):
         address, _, query = capability.strip().partition("?")
@@ -318,7 +318,7 @@ def module_revision(capabilities: Collection[str], namespace: str, module: str) 
 
 
 def _checked(reply: Any) -> Any:
-    """Return the reply. Raises RpcRefused if it contains an <rpc-error> of a severity above warning."""
+    """Return the reply. Raises RpcRefused if it contains an <rpc-error> with a severity other than warning."""
     if errors := [error for error in reply.errors if error.severity != "warning"]:
         raise RpcRefused(errors)
     return reply
@@ -340,7 +340,7 @@ def _edit_candidate(manager: Any, config: str, how: dict[str, str]) -> None:
 
 
 async def _translated(command: str, work: Awaitable[T], *, is_setter: bool = False) -> T:
-    """Return the result of `work`. Errors of `work` are raised as driver errors."""
+    """Await `work` and return its result. Errors of `work` are raised as driver errors."""
     try:
         return await work
     except RpcRefused as error:

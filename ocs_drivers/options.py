@@ -1,5 +1,5 @@
-"""Validate the options of a driver with a pydantic model. All faults are reported at once, each with its path and
-value.
+"""Validate the options of a driver with a pydantic model. All faults are reported at once, each with the name and value
+of the option.
 
 A device family declares its options as a subclass of `DriverOptions`, and names that class in its subclass of
 `ConfiguredSwitch`.
@@ -46,15 +46,15 @@ def as_text(value: object) -> object:
 
 
 def whole(at_least: int, at_most: int | None = None) -> BeforeValidator:
-    """Return a pydantic validator for whole numbers within these limits."""
+    """Return a pydantic validator for whole numbers >= `at_least` and, if `at_most` is given, <= `at_most`."""
     limits = f">= {at_least}" if at_most is None else f"within {at_least}..{at_most}"
     most = math.inf if at_most is None else at_most
     return must_be(f"a whole number {limits}", lambda value: is_whole(value) and at_least <= value <= most)
 
 
 def split_address(address: str, default_port: int) -> tuple[str, int]:
-    """Return the host and the port of an address of the form `HOST`, `HOST:PORT` or `[IPV6]:PORT`. Raises ValueError
-    for any other text."""
+    """Return the host and the port of an address of the form `HOST`, `HOST:PORT` or `[IPV6]:PORT`. `default_port` is
+    used if the address has no port. Raises ValueError for any other text."""
     is_bare = ":" not in address or (address.startswith("[") and address.endswith("]"))
     host, digits = (address, str(default_port)) if is_bare else address.rsplit(":", 1)
     host = host.removeprefix("[").removesuffix("]")
@@ -84,18 +84,19 @@ SecondsOr0 = Annotated[float, must_be("a number >= 0", lambda value: is_number(v
 
 
 class CheckedOptions(BaseModel):
-    """Base class of device options. Values come from a configuration file and may be of any type."""
+    """Base class of device options. Values come from a configuration file and may have any type."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def conflicts(self) -> list[str]:
-        """Return the faults of combinations of options, each as `NAME: WHAT`. When this is called, options that failed
-        their own check have their defaults, and the other options have the given values."""
+        """Return the faults in combinations of options, each as `NAME: WHAT`. When this method is called, options that
+        failed their own check have their default values."""
         return []
 
     @classmethod
     def read(cls, given: Mapping[str, Any], prefix: str = "options.") -> Self:
-        """Validate the given options and return them as an instance. Raises InvalidOptions with every fault."""
+        """Validate the given options and return them as an instance. If any of them are invalid, raises InvalidOptions
+        with all faults, each with `prefix` in front."""
         faults: list[str] = []
         try:
             options = cls.model_validate(given)
@@ -126,9 +127,9 @@ class DriverOptions(CheckedOptions):
 
 
 class FromOptions:
-    """Mix-in for drivers that are constructed from options: `class MySwitch(ConfiguredSwitch, options=MyOptions,
-    wire=MyWire)`. The fields of the options class are keyword-only parameters of the driver class. `wire` is called
-    with the options and the clock, and returns the driver's wire."""
+    """Mix-in for drivers that are constructed from options. A driver is declared as `class MySwitch(ConfiguredSwitch,
+    options=MyOptions, wire=MyWire)`. The fields of the options class are keyword-only parameters of the driver class.
+    `wire` is called with the options and the clock, and returns the driver's wire."""
 
     _options_type: ClassVar[type[Any]]
     _make_wire: ClassVar[Any]

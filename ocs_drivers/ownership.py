@@ -1,4 +1,5 @@
-"""Record which cross-connects of a device a driver owns. It owns those that it made or took over by name."""
+"""Record which cross-connects of a device a driver owns. A driver owns the cross-connects that it made or took over by
+name."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -19,7 +20,7 @@ class Ownership:
         self._ours.update(pairs)
 
     def release(self, pairs: Iterable[CrossConnect]) -> None:
-        """Drop the ownership of these circuits, because they were removed or never came up."""
+        """Drop the ownership of these circuits, because they were removed or were never established."""
         self._ours.difference_update(pairs)
 
     def marked(self, facts: SwitchFacts, circuits: Iterable[DeviceCircuit]) -> tuple[DeviceCircuit, ...]:

@@ -4,12 +4,12 @@ numbers.
 Data from either protocol has the structure of RFC 7951's JSON. Every function that reads data accepts any parsed JSON
 and raises ValueError with the reason if it is invalid.
 
-The models are the modules `optical-switch` and `polatis-switch`, as published in opennetworkinglab/onos under
-models/polatis (revisions 2017-08-04 and 2018-03-22, 2018-01-19). As in onos' driver, revisions before 2017-08-04 are
-assumed to call the list of cross-connects `pairs` and to have no `port-config`. Ports are assumed to be numbered 1..N
-on the ingress side and N+1..N+M on the egress side. No leaf contains N and M, so they are read from the model name,
-such as `I-OST-24x24-LU1-DMHNS` or, for any-to-any, `..576xCC..`. If the model name does not match the ports, the user
-must set the size.
+The models are the modules `optical-switch` (revisions 2017-08-04 and 2018-03-22) and `polatis-switch` (revision
+2018-01-19), as published in opennetworkinglab/onos under models/polatis. As in the driver of ONOS, revisions before
+2017-08-04 are assumed to call the list of cross-connects `pairs` and to have no `port-config`. Ports are assumed to be
+numbered 1..N on the ingress side and N+1..N+M on the egress side. No leaf contains N and M, so they are read from the
+model name, such as `I-OST-24x24-LU1-DMHNS` or, for any-to-any, `..576xCC..`. If the model name does not match the
+ports, the user must set the size.
 """
 
 import re
@@ -66,13 +66,14 @@ Sides = tuple[Connectivity, range, range]  # an any-to-any switch has one range 
 
 
 def pair_list(revision: str) -> str:
-    """Return the name of the list in `cross-connects` at this revision of `optical-switch`. Revisions are ISO dates and
-    are compared as text."""
+    """Return the name of the list in the container `cross-connects` at this revision of `optical-switch`. Revisions are
+    ISO dates and are compared as text."""
     return "pair" if revision >= PAIR_REVISION else "pairs"
 
 
 def has_port_config(revision: str) -> bool:
-    """Return whether this revision lists ports in `port-config`; older revisions list them in `ports`."""
+    """Return whether this revision of `optical-switch` lists ports in `port-config`. Older revisions list them in
+    `ports`."""
     return revision >= PAIR_REVISION
 
 
@@ -82,7 +83,7 @@ def is_revision(text: str) -> bool:
 
 def parse_size(text: str) -> Sides | None:
     """Return the connectivity, ingress ports and egress ports of a size such as `24x24` or `576xCC` found in the text,
-    or None if the text contains no size."""
+    or None if the text contains no valid size."""
     found = _SIZE.search(text)
     if found is None:
         return None
@@ -96,10 +97,11 @@ def parse_size(text: str) -> Sides | None:
 
 
 def sides(model_name: str, ports: Collection[int], size: str | None = None) -> Sides:
-    """Return the connectivity, ingress ports and egress ports according to the user's `size` or, if it is empty, to the
-    model name.
+    """Return the connectivity, ingress ports and egress ports according to the user's `size` or, if it is not set, to
+    the model name.
 
-    Raises DriverPermanent if the text contains no size, or a size that does not match the ports that the switch lists.
+    Raises DriverPermanent if the option or the model name, whichever is used, contains no size. Also raises it if the
+    size does not match `ports`, the ports that the switch lists.
     """
     found = parse_size(size or model_name)
     source = f"option size, {size!r}" if size else f"the model name {model_name!r}"
@@ -132,7 +134,8 @@ Revision = Annotated[
 
 
 def parse_port(value: object) -> int:
-    """Parse a `portFormat`, given as a JSON number or as text. Raises ValueError with the reason if it is invalid."""
+    """Parse a port number (`portFormat`), given as a JSON number or as text. Raises ValueError with the reason if it is
+    invalid."""
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= 5:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value not in PORT_NUMBERS:
@@ -141,7 +144,8 @@ def parse_port(value: object) -> int:
 
 
 def parse_status(value: object) -> PortStatus:
-    """Parse a port's status from the model's old or new revision. Raises ValueError if it is unknown."""
+    """Parse a port's status, as either an old or a new revision of the model names it. Raises ValueError if the status
+    is unknown."""
     status = {**PORT_STATUS, **OLD_PORT_STATUS}.get(value) if isinstance(value, str) else None
     if status is None:
         raise ValueError(f"a port's status must be one of {', '.join(PORT_STATUS)}, got {str(value)[:40]!r}")
@@ -149,8 +153,8 @@ def parse_status(value: object) -> PortStatus:
 
 
 def parse_power(value: object) -> float:
-    """Parse a `floatFormat2d` in dBm, given as a number or, like a decimal64 in JSON (RFC 7951), as text. Raises
-    ValueError if it is not a decimal number."""
+    """Parse an optical power in dBm (`floatFormat2d`), given as a number or, like a decimal64 in JSON (RFC 7951), as
+    text. Raises ValueError if it is not a decimal number."""
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float | str)
@@ -170,8 +174,8 @@ def information(data: object) -> dict[str, str] | None:
 
 
 def cross_connects(data: object) -> list[CrossConnect]:
-    """Return the listed cross-connects. The list may be called `pair` or `pairs`. Raises ValueError if an ingress port
-    is listed twice."""
+    """Return the cross-connects in the container `cross-connects`. The list may be called `pair` or `pairs`. Raises
+    ValueError if an ingress port is listed with two egress ports."""
     container = mapping(found(data, CROSS_CONNECTS), CROSS_CONNECTS)
     listed: dict[int, CrossConnect] = {}
     for name in ("pair", "pairs"):
@@ -196,8 +200,8 @@ def port_entries(data: object) -> dict[int, Mapping[str, object]]:
 
 
 def ports(data: object) -> list[PortState]:
-    """Return the states of all ports. Statuses are in `port-config` and power values in `opm-power`; older revisions
-    have both in `ports`."""
+    """Return the states of all ports. Statuses are in `port-config` and power values in `opm-power`. In older
+    revisions, both are in `ports`."""
     powers = {
         parse_port(entry.get("port-id")): parse_power(entry["power"])
         for entry in entries(mapping(found(data, "opm-power"), "opm-power"), "port")
@@ -218,9 +222,8 @@ def boot(data: object) -> BootBehaviour:
 
 
 def found(data: object, name: str) -> object:
-    """Return the member of a mapping with this name, with or without a module prefix. Return None if there is no such
-    member.
-    """
+    """Return the member of `data` that is called `name`, with or without a module prefix. Return None if there is no
+    such member."""
     if isinstance(data, Mapping):
         for key, value in data.items():
             if key.rpartition(":")[2] == name:
@@ -230,7 +233,7 @@ def found(data: object, name: str) -> object:
 
 def mapping(container: object, name: str) -> Mapping[str, object]:
     """Return the content of a container. The result is empty if the container is absent or, in XML, has no children.
-    Raises ValueError for any other value."""
+    Raises ValueError for any value that is not a container. `name` is the container's name in the error."""
     if container is None or container == "":
         return {}
     if not isinstance(container, Mapping):
@@ -239,8 +242,8 @@ def mapping(container: object, name: str) -> Mapping[str, object]:
 
 
 def entries(container: Mapping[str, object], name: str) -> Iterator[Mapping[str, object]]:
-    """Yield the entries of the list with this name; none if the list is absent. A list with one entry may be given as
-    that entry, as it is in XML."""
+    """Yield the entries of the list called `name` in a container. Yield nothing if the list is absent. A list with one
+    entry may be given as that entry, as it is in XML."""
     value = found(container, name)
     for entry in value if isinstance(value, list) else [] if value is None else [value]:
         if not isinstance(entry, Mapping):
@@ -255,8 +258,8 @@ def text_of(value: object, name: str) -> str:
 
 
 class PolatisWire(SwitchWire):
-    """The operations that read a Polatis switch, independent of the protocol. If the switch does not have this model,
-    `hint` is appended to the error."""
+    """Implements the operations of `base.SwitchWire` that read a Polatis switch, regardless of the protocol. `hint` is
+    appended to the error that is raised if the switch does not have the YANG model."""
 
     hint = ""
 
@@ -270,8 +273,8 @@ class PolatisWire(SwitchWire):
 
     @abstractmethod
     async def read(self, containers: Mapping[str, Sequence[str]]) -> Mapping[str, object]:
-        """Read these containers of `optical-switch`, limited to the named leaves of each port where leaves are given. A
-        container that the switch does not have is omitted."""
+        """Read containers of `optical-switch`. `containers` maps each container to the leaves to read for each port, or
+        to an empty sequence if all its content is to be read. A container that the switch does not have is omitted."""
 
     async def read_facts(self) -> SwitchFacts:
         data = await self.read({"product-information": (), STARTUP_MODE: (), **self._ports()})
@@ -305,8 +308,9 @@ class PolatisWire(SwitchWire):
         return self._settling.circuits(listed, moving)
 
     def as_listed(self, action: Action, pairs: Sequence[CrossConnect]) -> Sequence[CrossConnect]:
-        """Return the pairs in the orientation in which the switch lists them. An any-to-any switch lists a pair under
-        the port that was named first when the pair was connected, and removes the pair only under that port."""
+        """Return the pairs in the orientation in which the switch lists them, or unchanged if they are to be added. An
+        any-to-any switch lists a pair under the port that was named first when the pair was connected, and removes the
+        pair only under that port."""
         return pairs if action is Action.ADD else [self._listed.get(pair.ports, pair) for pair in pairs]
 
     def _ports(self) -> dict[str, Sequence[str]]:

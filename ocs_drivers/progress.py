@@ -10,7 +10,7 @@ from ocs_drivers.model import Action, CircuitState, CrossConnect, CrossConnectRe
 
 @dataclass
 class CommitProgress:
-    """Tracks the circuits of one commit. Times are seconds since the commit began."""
+    """Tracks the circuits of one commit. Recorded times are in seconds since the commit began."""
 
     steps: CommandSteps  # the commands to be sent
     started_s: float
@@ -29,7 +29,7 @@ class CommitProgress:
         self._all = self._remove | frozenset(self.steps.add)
 
     def also_watch(self, pairs: Iterable[CrossConnect]) -> None:
-        """Also watch the pairs that are not part of the steps, because an earlier command may still be tuning them."""
+        """Also watch those pairs that the steps do not contain, because an earlier command may still be tuning them."""
         self.watched.extend(pair for pair in pairs if pair not in self._all)
 
     def sent(self, pairs: Iterable[CrossConnect]) -> None:
@@ -46,7 +46,7 @@ class CommitProgress:
         self._errors.update(dict.fromkeys(pairs, text))
 
     def note(self, reading: CrossConnectReading, now_s: float) -> tuple[bool, bool]:
-        """Record the circuits that are now in place. Return two values: whether the commit must wait for another
+        """Record the circuits that are now in place. Return two values: whether the commit must wait longer for a
         circuit, and whether a circuit is in place but receives no light."""
         seen = {circuit.cross_connect: circuit for circuit in reading.circuits}
         at_s = now_s - self.started_s
@@ -67,13 +67,13 @@ class CommitProgress:
 
     def gone(self, seen: Iterable[CrossConnect]) -> frozenset[CrossConnect]:
         """Return the pairs of the steps that the device does not show and that will not appear later, because they were
-        removed or the device did not accept the command for them."""
+        removed or the device did not accept the command for them. `seen` contains the pairs that the device shows."""
         refused = (pair for pair in self.steps.add if pair not in self._commanded_s)
         return frozenset((*self.steps.remove, *refused)).difference(seen)
 
     def result(self, action: Action, pair: CrossConnect, circuit: DeviceCircuit | None) -> CrossConnectResult:
-        """Return the outcome of one item. `circuit` is the item's circuit as the device now shows it, or None if the
-        device does not show it."""
+        """Return the outcome of the addition or removal of a pair. `circuit` is the pair's circuit as the device now
+        shows it, or None if the device does not show it."""
         if action is Action.REMOVE:
             done, shown = circuit is None, "the device still shows it"
         else:
@@ -94,7 +94,8 @@ class CommitProgress:
         )
 
     def _note_circuit(self, circuit: DeviceCircuit, at_s: float) -> bool:
-        """Record the circuit's times, and return whether it is in place but receives no light."""
+        """Record the times at which the circuit was tuned and received light. Return whether it is in place but
+        receives no light."""
         if circuit.state is not CircuitState.TUNED:
             return False
         self._tuned_s.setdefault(circuit.cross_connect, at_s)

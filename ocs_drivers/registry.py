@@ -30,8 +30,8 @@ def make_driver(
 
 
 def make_from_group(group: str, name: str, device: str, options: Mapping[str, Any], clock: object) -> Any:
-    """Return the driver that the factory of entry point `name` of the group constructs. Raises InvalidOptions as
-    `make_driver` does."""
+    """Return a driver that is constructed by the factory `name` of an entry-point group. Raises InvalidOptions under
+    the same conditions as `make_driver`."""
     factory = load_named("driver", name, {entry.name: entry for entry in entry_points(group=group)})
     try:
         inspect.signature(factory).bind(device, clock=clock, **options)
@@ -42,7 +42,8 @@ def make_from_group(group: str, name: str, device: str, options: Mapping[str, An
 
 def load_named(what: str, name: str, entries: Mapping[str, EntryPoint]) -> Any:
     """Load the factory of an entry named `FAMILY` or `FAMILY-DIALECT`. Raises InvalidOptions if the name is unknown
-    (the error lists the known names) or the entry's library is not installed."""
+    (the error lists the known names) or if a library that the entry needs is not installed. `what` is the subject of
+    the error, such as `driver`."""
     if name not in entries:
         raise InvalidOptions([f"{what}: must be one of {', '.join(sorted(entries))}, got {name!r}"])
     try:

@@ -1,18 +1,18 @@
 """The driver `restconf` for Polatis switches, which uses their YANG model over RESTCONF (RFC 8040, TCP port 8008).
 
-The protocol is known from working clients, not from a manual. The path is
-`/api/data/optical-switch:cross-connects[/pair=<ingress>]`, with Basic authentication and the type
-`application/yang-data+json`. If there are no cross-connects, the answer is 204. POST of a pair returns 201, or 409 if a
-port of the pair is in use. DELETE of a pair returns 204, or 404 if it does not exist.
+The protocol is known from working clients, not from a manual. Circuits have the path
+`/api/data/optical-switch:cross-connects[/pair=<ingress>]`. Requests use Basic authentication and the media type
+`application/yang-data+json`. If there are no cross-connects, the response is 204. POST of a pair returns 201, or 409 if
+a port of the pair is in use. DELETE of a pair returns 204, or 404 if it does not exist.
 
 Methods to set circuits (`change_with`):
 
-- `yang_patch`: one request for any number of pairs, YANG Patch (RFC 8072). Its `create` is refused if an ingress port
-  is in use, and its edits take effect all together or not at all. `auto`, the default, uses this method if the server
-  announces it.
-- `patch`: all pairs are added by one plain PATCH of the collection, which by RFC 8040, 4.6.1, creates and updates
-  children and deletes none, so circuits of other clients stay. PATCH has no conflict check: an ingress port that
-  another client connected after the last reading is re-routed. PATCH cannot delete, so each removal is a separate
+- `yang_patch`: one request for any number of pairs, with YANG Patch (RFC 8072). Its `create` is refused if an ingress
+  port is in use, and its edits take effect all together or not at all. `auto`, the default, uses this method if the
+  server announces it.
+- `patch`: all pairs are added by one plain PATCH of the collection. By RFC 8040, 4.6.1, a plain PATCH creates and
+  updates children and deletes none, so circuits of other clients stay. PATCH has no conflict check: an ingress port
+  that another client connected after the last reading is re-routed. PATCH cannot delete, so each removal is a separate
   request. `auto` uses this method if the server does not announce YANG Patch.
 - `single`: a POST or DELETE for each circuit. A POST creates an entry, so it is refused if the ingress port is in use.
   By RFC 8040, 4.4.1, it creates a single child, so there is no bulk POST.
@@ -21,9 +21,9 @@ The driver never uses PUT of the collection, which replaces it and removes circu
 the last reading, nor DELETE of the collection. A pair is deleted by its ingress port.
 
 It is not known whether these switches support YANG Patch, nor what the result of a patch is if mirrors fail. A pair may
-be listed before its mirrors are in place, so it is considered tuned after the stated time at the earliest. The option
+be listed before its mirrors are in place, so it is considered tuned only after the stated time. The option
 `yang_revision` can be used if `yang-library` is at another path. A public lab tool reports that circuits set by POST
-vanish after seconds.
+disappear after a few seconds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -80,8 +80,8 @@ class RestconfOptions(HttpOptions):
 
 
 class RestconfWire(yang.PolatisWire):
-    """Implements the operations of `base.SwitchWire` as HTTP requests. The model's revision must be known before
-    circuits are set."""
+    """Implements the operations of `base.SwitchWire` as HTTP requests. `open` reads the revision of the YANG model,
+    which determines the paths of circuits."""
 
     def __init__(self, options: RestconfOptions, clock: DeviceClock, session: HttpSession | None = None) -> None:
         super().__init__(clock, options.size, options.reconfiguration_s, has_power=options.power)
@@ -152,8 +152,8 @@ class RestconfWire(yang.PolatisWire):
         await self._set("PATCH", COLLECTION, content, YANG_PATCH_TYPE)
 
     async def _get(self, path: str) -> dict[str, object]:
-        """Read a resource. The result is empty if the switch does not have the resource. Raises a driver error if the
-        request fails or the answer lacks the container."""
+        """Read the resource at a path. The result is empty if the switch does not have the resource. Raises a driver
+        error if the request fails or the response does not contain the resource."""
         answer = await self._session.request("GET", self._root + path, headers={"Accept": MEDIA_TYPE})
         if answer.status == 204 or (answer.status == 404 and _errors(answer)):
             return {}
@@ -182,7 +182,7 @@ def _entry(pair: CrossConnect) -> dict[str, int]:
 
 
 def _errors(answer: DeviceResponse) -> str:
-    """Return the device's message in an `ietf-restconf:errors` body, or "" if there is none."""
+    """Return the error messages in the body of a response, or "" if it contains none."""
     try:
         return errors(parse_json(answer.body))
     except ValueError:
@@ -190,7 +190,7 @@ def _errors(answer: DeviceResponse) -> str:
 
 
 def revision(body: object) -> str:
-    """Return the revision of module `optical-switch` in the yang-library (RFC 7895), or "" if the module is not
+    """Return the newest revision of module `optical-switch` in the yang-library (RFC 7895), or "" if the module is not
     listed."""
     library = yang.mapping(yang.found(body, "modules-state"), "modules-state")
     revisions = [
@@ -202,8 +202,8 @@ def revision(body: object) -> str:
 
 
 def errors(body: object) -> str:
-    """Return all errors of an `ietf-restconf:errors` or `yang-patch-status` body, each as `tag: message`. Raises
-    ValueError if the body contains no error."""
+    """Return the errors in an `ietf-restconf:errors` or `yang-patch-status` body as text, at most ten of them. Each has
+    the form `tag: message: path`. Raises ValueError if the body contains no error."""
     status = yang.found(body, "yang-patch-status")
     edits = yang.found(status, "edit-status")
     holders = [*yang.entries(edits, "edit"), status] if isinstance(edits, Mapping) else [status or body]
@@ -218,15 +218,17 @@ def errors(body: object) -> str:
 
 
 class RestconfSwitch(ConfiguredSwitch, options=RestconfOptions, wire=RestconfWire):
-    """The driver of a Polatis switch at `address`, HOST or HOST:PORT.
+    """The driver `restconf` for a Polatis switch at `address`, which is `HOST` or `HOST:PORT`.
 
-    `scheme` is http or https. `tls_ca_file` (PEM) replaces the system's authorities. `user` and `password` are used for
-    Basic authentication, and `root` is the root of the RESTCONF server. Set `size`, such as 16x16 or, for any-to-any,
-    32xCC, if the model name does not contain it. Set `yang_revision`, the revision of `optical-switch`, if the switch
-    does not report it. The module's docstring explains `change_with`. Set `power` if the switch measures optical power.
+    `scheme` is http or https. The certificates in `tls_ca_file` (PEM) replace the system's authorities. `user` and
+    `password` are used for Basic authentication, and `root` is the root path of the RESTCONF server. Set `size`, such
+    as 16x16 or, for any-to-any, 32xCC, if the model name does not contain it. Set `yang_revision`, the revision of
+    `optical-switch`, if the switch does not report it. The module's docstring explains `change_with`. Set `power` if
+    the switch measures optical power.
     """
 
     async def capabilities(self) -> SwitchCapabilities:
-        """Return the driver's capabilities. Connects first, because support for bulk commands depends on the switch."""
+        """Return the driver's capabilities. The method connects first, because support for bulk commands depends on the
+        switch."""
         await self.facts()
         return await super().capabilities()

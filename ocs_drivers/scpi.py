@@ -1,9 +1,9 @@
 """The driver `scpi` for HUBER+SUHNER Polatis switches, and for DiCon's GP750 and MXS with the profile `dicon`, on TCP
 port 5025.
 
-The driver assumes the following, based on working client code. The lines have the form in scpi_text.py. Ingress ports
-are 1..N and egress ports N+1..N+M, with N and M from `size?`. Setters return no answer and put their errors into a
-queue. `conn:add` with lists leaves other connections unchanged. A listed connection is in place.
+The driver assumes the following, based on working client code. Lines have the form described in scpi_text.py. Ingress
+ports are 1..N and egress ports N+1..N+M, with N and M from `size?`. Setters return no answer and put their errors into
+a queue. `conn:add` with lists leaves other connections unchanged.
 
 The following is not verified. The driver handles it as described:
 
@@ -13,16 +13,17 @@ The following is not verified. The driver handles it as described:
 - The device does not report when the mirrors are in place. A circuit is considered tuned when it is listed and the
   stated reconfiguration time has passed since the command. It is considered failed if one of its ports has failed.
 - The form of answers to compound queries is not known. The driver sends one query at a time, each on its own line.
-- A connection may be listed on the command or on completion. If a setter was refused or its outcome is unknown, the
-  driver waits ten times the stated reconfiguration time before it reads the connections.
-- The longest accepted line is not known. The option `longest_line_chars` splits lists into several lines.
+- The device may list a connection when it receives the command or when it has completed it. If a setter was refused or
+  its outcome is unknown, the driver waits up to ten times the stated reconfiguration time before it reads the
+  connections.
+- The longest accepted line is not known. With the option `longest_line_chars`, long lists are split into several lines.
 - The length of a Polatis error queue, and whether sessions share it, are not known. The driver clears the queue before
   each setter, and reads all of its entries afterwards.
-- No query is known that returns whether cross-connects survive a restart. The option `boot` states it.
+- No query is known that returns whether cross-connects survive a restart. The user states it with the option `boot`.
 - The port numbers and the speed of a DiCon switch are set by the options `ingress_ports`, `egress_ports` and
   `reconfiguration_s`.
 
-The driver never sends `only` and `disc:all`, which clear a switch.
+The driver never sends `only` or `disc:all`, which clear a switch.
 """
 
 import asyncio
@@ -74,7 +75,7 @@ class LineEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ScpiDialect:
-    """The protocol differences of one vendor's switches."""
+    """The parts of the protocol that are specific to one vendor's switches."""
 
     error_query: str
     error_queue: int  # most entries to read, without the end mark
@@ -208,9 +209,10 @@ class ScpiWire(SwitchWire):
             raise DriverPermanent("refused", command=_short(line), answer=_complaints_text(complaints))
 
     async def _query(self, query: str, understand: Callable[[str], T]) -> T:
-        """Send a query and return its parsed answer. A device does not answer an unknown query but puts an error into
-        its queue, so the error queue is read if no answer arrives in time. Raises DriverPermanent if the queue contains
-        an error."""
+        """Send a query and return its answer, parsed by `understand`. A device does not answer an unknown query but
+        puts an error into its queue, so the error queue is read if no answer arrives in time. Raises DriverPermanent if
+        the queue contains an error or the answer is invalid. If there is neither an answer nor an error, raises
+        DriverRetryable."""
         await self._send(query)
         try:
             line = await within(self._clock, self._answer_s, self._line())
@@ -229,7 +231,7 @@ class ScpiWire(SwitchWire):
             raise DriverPermanent(wrong, command=_short(query), answer=_short(line)) from error
 
     async def _complaints(self) -> list[str]:
-        """Return all entries of the error queue. The caller must have sent the first query for an entry."""
+        """Return all entries of the error queue. The caller must already have sent the first query for an entry."""
         complaints: list[str] = []
         for _ in range(self._dialect.error_queue + 1):
             line = await self._line()
@@ -257,8 +259,9 @@ class ScpiWire(SwitchWire):
             raise DriverRetryable(f"the connection broke: {reason_of(error)}") from error
 
     async def _line(self) -> str:
-        """Return the next received line, without its line end. Raises DriverRetryable for invalid data, which is not
-        skipped because answers could then be attributed to the wrong queries."""
+        """Return the next received line, without its line end. Raises DriverRetryable if the connection breaks or the
+        data are invalid. Invalid data are not skipped, because answers could then be attributed to the wrong queries.
+        """
         reader, _ = self._session()
         try:
             line = await reader.readuntil(b"\n")
@@ -277,12 +280,13 @@ class ScpiWire(SwitchWire):
 
 
 class ScpiSwitch(ConfiguredSwitch, options=ScpiOptions, wire=ScpiWire):
-    """The driver `scpi`. `ingress_ports` and `egress_ports`, `FIRST..LAST`, are for devices that do not answer `size?`.
-    Set `port_states` to false for devices that do not answer `port:stat?`. All ports are then assumed to be enabled."""
+    """The driver `scpi`. `ingress_ports` and `egress_ports`, each of the form `FIRST..LAST`, are required for devices
+    that do not answer `size?`. Set `port_states` to false for devices that do not answer `port:stat?`. All ports are
+    then assumed to be enabled."""
 
 
 def _port_range(value: object) -> range:
-    """Return the ports of `FIRST..LAST`, or an empty range for any other value."""
+    """Return the ports of a text `FIRST..LAST`, or an empty range for any other value."""
     bounds = re.fullmatch(r"(\d{1,5})\.\.(\d{1,5})", value, re.ASCII) if isinstance(value, str) else None
     return range(int(bounds[1]), int(bounds[2]) + 1) if bounds else range(0)
 

@@ -26,7 +26,7 @@ _NUMBER = re.compile(r"\d{1,5}", re.ASCII)
 
 def setter(action: Action, pairs: Sequence[CrossConnect]) -> str:
     """Return the line that connects or disconnects these pairs. It lists both ports of each pair. Raises ValueError if
-    there are no pairs, because `sub` with an empty list would remove every circuit. The verbs that clear a switch,
+    there are no pairs, because `sub` with an empty list could remove every circuit. The verbs that clear a switch,
     `only` and `disc:all`, are never used."""
     if not pairs:
         raise ValueError("the list must not be empty: some devices take an empty list as every circuit")
@@ -40,14 +40,15 @@ def port_states(ports: Sequence[int]) -> str:
 
 
 def port_list(ports: Sequence[int]) -> str:
-    """Format a port list, `(@1,2,3)`. Raises ValueError for an empty list, which some verbs interpret as all ports."""
+    """Format ports as a list such as `(@1,2,3)`. Raises ValueError if there are none, because some verbs interpret an
+    empty list as all ports."""
     if not ports:
         raise ValueError("the list of ports must not be empty")
     return f"(@{','.join(map(str, ports))})"
 
 
 def read_ports(text: str) -> tuple[int, ...]:
-    """Parse a port list such as `(@1,2,3)` or, with a range of SCPI channel lists, `(@1:3)`."""
+    """Parse a port list such as `(@1,2,3)`. Ranges of SCPI channel lists, such as `(@1:3)`, are accepted."""
     listed = _LIST.fullmatch(text.strip())
     if not listed:
         raise ValueError("must be a list of ports, (@1,2,3)")
@@ -76,8 +77,8 @@ def read_connections(line: str) -> list[CrossConnect]:
 
 
 def read_size(line: str) -> tuple[range, range]:
-    """Parse a switch's size and return its ingress and egress ports: `16,16` means ingress ports 1..16 and egress ports
-    17..32."""
+    """Parse a switch's size and return its ingress and egress ports. For example, `16,16` means ingress ports 1..16 and
+    egress ports 17..32."""
     numbers = [_number(part.strip()) for part in line.split(",")]
     if len(numbers) != 2 or 0 in numbers:
         raise ValueError("must be two numbers of ports >= 1")
@@ -86,8 +87,8 @@ def read_size(line: str) -> tuple[range, range]:
 
 
 def read_identity(line: str) -> tuple[str, str, str, str]:
-    """Return vendor, model, serial number and software version of an identity such as
-    `Polatis,I-OST-24x24-LU1-DMHNS,002414,6.5.2.18`."""
+    """Parse an identity such as `Polatis,I-OST-24x24-LU1-DMHNS,002414,6.5.2.18`. Return the vendor, model, serial
+    number and software version."""
     parts = [part.strip() for part in line.split(",", 3)]
     if len(parts) != 4 or not (parts[0] and parts[1]):
         raise ValueError("must be vendor,model,serial,software")
@@ -96,7 +97,8 @@ def read_identity(line: str) -> tuple[str, str, str, str]:
 
 
 def read_port_states(line: str, count: int) -> list[PortStatus]:
-    """Parse port states such as `(D,E,F)`, with one letter for each of the `count` queried ports."""
+    """Parse port states such as `(D,E,F)`, with one letter for each of the `count` queried ports: E for enabled, D for
+    disabled and F for failed."""
     inner = line.strip()
     if not (inner.startswith("(") and inner.endswith(")")):
         raise ValueError("must be a list of E, D and F, (D,E,F)")

@@ -12,8 +12,8 @@ from ocs_drivers.model import Action, CircuitState, CrossConnect, DeviceCircuit
 
 
 class Settling:
-    """Records when each pair of ports was commanded. The order of the two ports is ignored, because a device may list a
-    pair with its ports exchanged."""
+    """Records when a command to connect each pair of ports was sent. The order of the two ports is ignored, because a
+    device may list a pair with its ports exchanged."""
 
     def __init__(self, clock: DeviceClock, reconfiguration_s: float) -> None:
         self._clock = clock
@@ -22,8 +22,8 @@ class Settling:
 
     @contextmanager
     def commanding(self, action: Action, pairs: Iterable[CrossConnect]) -> Iterator[None]:
-        """Run the block, which sends a setter, and then record the time of the command for the added pairs, even if the
-        block raised an error."""
+        """Run the block, which sends a setter for the pairs. If the setter adds them, record the time of the command
+        afterwards, even if the block raised an error."""
         try:
             yield
         finally:
@@ -32,15 +32,15 @@ class Settling:
                 self._due_s.update({pair.ports: due_s for pair in pairs})
 
     def moving(self) -> frozenset[frozenset[int]]:
-        """Return the pairs whose mirrors are still moving. Must be called before the device is read, so that a pair
-        that is absent from the result is in place throughout the reading."""
+        """Return the pairs whose mirrors are still moving. This method must be called before the device is read, so
+        that a pair that is absent from the result is in place throughout the reading."""
         now_s = self._clock.now_s()
         self._due_s = {key: due_s for key, due_s in self._due_s.items() if due_s > now_s}
         return frozenset(self._due_s)
 
     def circuits(self, listed: Iterable[CrossConnect], moving: frozenset[frozenset[int]]) -> list[DeviceCircuit]:
-        """Return the listed pairs as circuits. Pairs in `moving`, the result of `moving` from before the reading, are
-        in state tuning, and other pairs are tuned."""
+        """Return the listed pairs as circuits. Pairs in `moving`, the result of the method `moving` from before the
+        reading, are in state tuning. Other pairs are in state tuned."""
         return [
             DeviceCircuit(pair, CircuitState.TUNING if pair.ports in moving else CircuitState.TUNED) for pair in listed
         ]

@@ -2,20 +2,20 @@
 a port's output.
 
 The following is known from working clients. `ENT-CRS::<src>,<dst>:<ctag>::<group>,1WAY` provisions a connection and
-`ACT-CRS` activates it. `CANC-CRS` deactivates and `DLT-CRS` deletes it, by its name `<src>><dst>`. RTRV-CRS reports
-AS=UMA,OS=RDY for a provisioned connection, AS=IS,OS=IS,OC=OK for a working connection, and OC=FAIL for a failed
-connection. Ports have names such as `1.1.1`, or numbers on some releases. RTRV-PORT-SUM reports power and RTRV-PORT the
-state of each side, in either case for all ports if port 0 is requested.
+`ACT-CRS` activates it. `CANC-CRS` deactivates a connection and `DLT-CRS` deletes it, both by its name `<src>><dst>`.
+RTRV-CRS reports AS=UMA,OS=RDY for a provisioned connection, AS=IS,OS=IS,OC=OK for a working connection, and OC=FAIL for
+a failed connection. Ports have names such as `1.1.1`, or numbers on some releases. RTRV-PORT-SUM reports the power and
+RTRV-PORT the state of each side of a port. Both report all ports if port 0 is requested.
 
-The following is not verified. Any value of OS except IS is assumed to mean that mirrors are moving, and OOS-MA that an
-operator has disabled the port. ALW-MSG is assumed to reverse INH-MSG. A reported line with a connection's name is
-treated as a report on that connection. The natural order of the port names determines the port numbers, so a change of
-the list of ports is an error. The option `port_names` sets the numbers explicitly.
+The following is not verified. Any value of OS except IS is assumed to mean that mirrors are moving. OOS-MA is assumed
+to mean that an operator has disabled the port. ALW-MSG is assumed to reverse INH-MSG. A reported line with a
+connection's name is treated as a report on that connection. The natural order of the port names determines the port
+numbers, so a change of the list of ports is an error. The option `port_names` sets the numbers explicitly.
 
 A connection that is provisioned but not activated is not reported as a circuit, because no light passes. It is deleted
 if this driver owns it and it occupies a needed port. The driver owns such a connection if it provisioned it, or if the
 connection is in the group set by option `group`, except for the default group SYSTEM, which all clients share. A 2WAY
-connection is shown as its two one-way connections, and they can only be removed together.
+connection is shown as its two one-way connections. The driver refuses to remove them.
 """
 
 import re
@@ -46,7 +46,7 @@ SHARED_GROUP = "SYSTEM"
 
 @dataclass(frozen=True, slots=True)
 class _Connection:
-    """A connection as one line of RTRV-CRS describes it."""
+    """A connection, as one line of the answer to RTRV-CRS describes it."""
 
     name: str
     group: str
@@ -90,8 +90,8 @@ class CalientTl1Wire(Tl1Wire):
         self._shown: dict[CrossConnect, _Connection] = {}  # from the last reading
 
     async def attach(self) -> None:
-        """Read the list of ports and assign their numbers. Raises DriverPermanent if they cannot be numbered or differ
-        from those of an earlier session."""
+        """Read the list of ports and assign a number to each of them. Raises DriverPermanent if the ports cannot be
+        numbered, differ from those of an earlier session, or do not include every port in option `port_names`."""
         there = [fields(line).get("", "") for line in await self.ask("RTRV-PORT-SUM::0:<ctag>;")]
         names = dict(enumerate(self._pinned or sorted(there, key=_natural), 1))
         if all(whole_number(name) for name in names.values()) and not self._pinned:
@@ -204,8 +204,8 @@ class CalientTl1Wire(Tl1Wire):
         return [there, CrossConnect(destination, source)] if connection.is_two_way else [there]
 
     async def _make_way(self, source: str, destination: str) -> bool:
-        """Delete this driver's connections on these ports that were provisioned but not activated. They may be left
-        over from an interrupted change. Return whether a connection was deleted."""
+        """Delete this driver's connections that use one of these ports and were provisioned but not activated. They may
+        be left over from an interrupted change. Return whether a connection was deleted."""
         stale = [
             connection
             for connection in await self._connections()
@@ -244,7 +244,7 @@ def _by_name(lines: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def _status(found: dict[str, str]) -> PortStatus:
-    """Return the common status of a port's input and output, which share a number."""
+    """Return the combined status of a port's input and output, which share a number. It is the worse of the two."""
     if any(found.get(side, "OK") != "OK" for side in ("INOC", "OUTOC")):
         return PortStatus.FAILED
     if any(found.get(side, "").startswith("OOS-MA") for side in ("INAS", "OUTAS")):

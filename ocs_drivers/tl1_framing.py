@@ -1,9 +1,9 @@
 """Parse a TL1 byte stream into messages, without side effects. tl1_session.py implements the connection.
 
 A message consists of a line of identification, lines of text, and a terminator at the start of a line. The terminator
-`;` ends the message, and `>` or `<` ends a part of it. Other data such as prompts, echoed commands, banners and
-terminal control sequences may surround messages. Autonomous messages are recognized even between the parts or the lines
-of a reply.
+`;` ends the message, and `>` or `<` ends a part of the message. Other data such as prompts, echoed commands, banners
+and terminal control sequences may surround messages. Autonomous messages are recognized even between the parts or the
+lines of a reply.
 """
 
 import re
@@ -26,7 +26,7 @@ _LINE_END = re.compile(r"[\r\n]")
 
 @dataclass(slots=True)
 class Tl1Message:
-    """A message from the device: a reply to one command, with its parts joined, an autonomous message, or an
+    """A message from the device. It is a reply to one command (with its parts joined), an autonomous message, or an
     acknowledgement. A reply follows the acknowledgements IP (in progress), PF (printout follows) and OK (begun). No
     reply follows NA (it is not known whether the command was carried out), NG (no good) and RL (repeat later)."""
 
@@ -169,8 +169,8 @@ def unescape(quoted: str) -> str:
 
 
 def fields(text: str) -> dict[str, str]:
-    """Parse `NAME=value,NAME="a, b"` into values by name; names are converted to capitals. Text before the first name,
-    such as the address in `1.1.1:ALIAS=x`, is stored under ""."""
+    """Parse text such as `NAME=value,NAME="a, b"` into a mapping from names to values. Names are converted to capitals.
+    Text before the first name, such as the address in `1.1.1:ALIAS=x`, is stored under ""."""
     address = re.match(r"([^=:,]*):", text)
     found = {"": address[1]} if address else {}
     for match in re.finditer(r'(\w+)=("(?:[^"\\]|\\.)*"|[^,]*)', text[address.end() :] if address else text):
@@ -180,17 +180,18 @@ def fields(text: str) -> dict[str, str]:
 
 
 def quote(value: str) -> str:
-    """Format a command parameter. It is quoted if it contains characters that have a meaning in TL1's grammar."""
+    """Format a value as a command parameter. It is quoted if it contains characters that may have a meaning in TL1's
+    grammar."""
     if re.fullmatch(r"[\w.@%+/-]*", value):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def whole_number(text: str) -> int:
-    """Parse a number of at most nine digits; return 0 for any other text."""
+    """Parse a number of at most nine digits. Return 0 for any other text."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 
 
 def measured(text: str) -> float | None:
-    """Parse a measured value; return None if the text is not a number, such as NONE."""
+    """Parse a measured value. Return None if the text, such as `NONE`, is not a number."""
     return float(text) if re.fullmatch(r"[+-]?\d{1,6}(?:\.\d{1,12})?", text) else None

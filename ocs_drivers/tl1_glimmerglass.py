@@ -7,8 +7,8 @@ rtrv-port-power reports PORTPOWER. rtrv-system-info reports LicensedPortMatrix, 
 SoftwareActiveVersion.
 
 The following is not verified. Any value of CONNSTATE except steady and fault is assumed to mean that mirrors are
-moving. A reported line with IPORTID and OPORTID is treated as a report on a connection. It is not known how long
-mirrors move, whether connections survive a restart, and whether the list of dlt-crs-fiber has a limit.
+moving. A reported line with IPORTID and OPORTID is treated as a report on a connection. It is not known how long the
+mirrors take to move, whether connections survive a restart, or whether the list of dlt-crs-fiber has a limit.
 """
 
 from collections.abc import Sequence
@@ -63,7 +63,8 @@ class GlimmerglassTl1Wire(Tl1Wire):
 
     async def read_ports(self) -> Sequence[PortState]:
         """Return the state of every port. An input and an output with the same number are reported as one port, with
-        the worse status of the two and the power of the input."""
+        the worse status of the two and the power of the input (of the output if the device lists no power for the
+        input)."""
         sides = [fields(line) for line in await self.ask("RTRV-CFG-FIBER::all:<ctag>;")]
         powers = [fields(line) for line in await self.ask("rtrv-port-power::all:<ctag>;")]
         dbm = {_port(found, "PORTID"): measured(found.get("PORTPOWER", "")) for found in powers}

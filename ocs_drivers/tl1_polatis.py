@@ -3,13 +3,13 @@
 The following is known from working clients. ENT-PATCH accepts `&` lists, and DLT-PATCH removes a patch by its ingress
 port. RTRV-PATCH returns lines such as `11,28`, RTRV-PORT-SHUTTER lines such as `1:OPEN` and `1:CLOSED`, and
 RTRV-PORT-POWER lines such as `1:-3.2`. RTRV-NETYPE returns `vendor,model,type,version`. RTRV-EQPT returns the SIZE of
-SYSTEM and the MODE of BOOT, and RTRV-INV of OCS the serial number. RLS-ARC-EQPT and OPR-ARC-EQPT of REPMGR enable and
-suppress reports. An example of a report is `Port 1 disabled`.
+SYSTEM and the MODE of BOOT. RTRV-INV for OCS returns the serial number. RLS-ARC-EQPT for REPMGR enables reports, and
+OPR-ARC-EQPT suppresses them. An example of a report is `Port 1 disabled`.
 
 The following is not verified. The size of any-to-any devices is assumed to have the form `32xCC`. A port with a shutter
-state other than OPEN and CLOSED is treated as failed. The last field of RTRV-INV's line is used. A reported line such
-as `11,28` is treated as a report on a patch. A patch that RTRV-PATCH lists is assumed to be in place. The longest
-accepted line is not known.
+state other than OPEN and CLOSED is treated as failed. The last field of RTRV-INV's line is used as the serial number. A
+reported line such as `11,28` is treated as a report on a patch. A patch that RTRV-PATCH lists is assumed to be in
+place. The longest accepted line is not known.
 """
 
 import re
@@ -50,7 +50,8 @@ class PolatisTl1Wire(Tl1Wire):
         self._connectivity = Connectivity.INGRESS_EGRESS
 
     async def attach(self) -> None:
-        """Read the size of the switch, and whether patches survive a restart."""
+        """Read the size of the switch, and whether patches survive a restart. Raises DriverPermanent if the switch does
+        not report its size."""
         told = " ".join(await self.ask("RTRV-EQPT::SYSTEM:<ctag>:::PARAMETER=SIZE;"))
         size = re.search(r"SIZE=(\w+)", told, re.IGNORECASE)
         if size is None or (sides := parse_size(size[1])) is None:

@@ -24,14 +24,14 @@ class Tl1Denied(DriverPermanent):
 
 
 def ctags() -> Iterator[str]:
-    """Yield command tags (CTAGs) without end. The numbers repeat only after `LAST_CTAG` commands, when no reply to the
-    earlier command can arrive any more."""
+    """Yield command tags (CTAGs) without end. A tag is repeated only after `LAST_CTAG` commands, when no reply to the
+    earlier command with this tag can arrive any more."""
     while True:
         yield from (str(number) for number in range(1, LAST_CTAG + 1))
 
 
 class Tl1Session:
-    """One connection to the device, which is opened once and not reused. It supports concurrent commands, although the
+    """One connection to a device. It is opened once and not reused. It supports concurrent commands, although the
     driver sends one at a time."""
 
     def __init__(
@@ -53,7 +53,8 @@ class Tl1Session:
         self._reading = asyncio.create_task(self._read(reader))
 
     async def prompt(self, text: str) -> None:
-        """Wait until the device shows this prompt. Raises DriverRetryable if the connection breaks during the wait."""
+        """Wait until the device shows the prompt `text`. Raises DriverRetryable if the connection breaks during the
+        wait."""
         while not self._framer.line_so_far.rstrip().endswith(text):
             if self.lost:
                 raise DriverRetryable(f"the connection broke before the prompt: {self.lost}", after_s=0.0)
@@ -61,10 +62,13 @@ class Tl1Session:
             await self._has_received.wait()
 
     async def execute(self, command: str, *, is_setter: bool = False, shown: str = "") -> Tl1Message:
-        """Send a command, with `<ctag>` replaced by a new tag, and return its reply. Raises Tl1Denied if the device
-        refuses it, and DriverPermanent if it cannot be carried out in the device's present state. If there is no reply,
-        raises DriverOutcomeUnknown if a setter may have been carried out, and DriverRetryable otherwise. Errors contain
-        `shown` instead of the command."""
+        """Send a command, with `<ctag>` replaced by a new tag, and return its reply. Errors contain `shown`, if it is
+        given, instead of the command.
+
+        Raises Tl1Denied if the device refuses the command, DriverPermanent if the command cannot be carried out in the
+        device's present state, and DriverRetryable if the device is busy. If no reply arrives, raises
+        DriverOutcomeUnknown if a setter may have been carried out, and DriverRetryable otherwise.
+        """
         ctag = next(self._ctag)
         line = command.replace("<ctag>", ctag, 1)
         shown = shown or line
@@ -96,7 +100,8 @@ class Tl1Session:
         return answer
 
     async def close(self, goodbye: str) -> None:
-        """Send a logout command if the connection allows it, and close the connection without waiting for an answer."""
+        """Send the logout command `goodbye` if the connection allows it, and close the connection without waiting for a
+        reply."""
         with suppress(OSError):
             if not self.lost:
                 line = goodbye.replace("<ctag>", next(self._ctag), 1)

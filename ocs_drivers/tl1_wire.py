@@ -1,8 +1,8 @@
-"""Implement the common parts of the drivers of all TL1 switches: options, sessions, login, reports, and bulk commands
+"""Implement the parts that the drivers of all TL1 switches share: options, sessions, login, reports, and bulk commands
 that are split into lines.
 
-For each vendor, a separate file has a subclass of `Tl1Wire` with the vendor's commands, and documents the sources and
-assumptions.
+For each vendor, a separate file contains a subclass of `Tl1Wire` with the vendor's commands, and documents the sources
+and assumptions.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from ocs_drivers.tl1_session import Tl1Denied, Tl1Session, ctags
 
 AGENT_PORT = 3083  # of Calient: telnet, with a prompt
 AGENT_PROMPT = "agent>"
-# A broken session may still count on a device that allows few.
+# A device that allows few sessions may still count a broken session.
 LOGIN_ATTEMPTS = 6
 LOGIN_PAUSE_S = 0.05
 
@@ -57,7 +57,8 @@ class DialectName(StrEnum):
 
 
 class Tl1Messages(StrEnum):
-    """The treatment of autonomous messages. They do not interfere with replies in any of these settings."""
+    """The treatment of autonomous messages, which the device sends without a command. No setting lets them interfere
+    with replies."""
 
     AS_IS = "as_is"  # keep the device's setting, and discard the messages
     SILENCE = "silence"  # request that the device sends none
@@ -99,7 +100,7 @@ class Tl1Options(DriverOptions):
 
 
 class Tl1Wire(SwitchWire):
-    """The `base.SwitchWire` of one device, with one session at a time. Subclasses implement the dialects."""
+    """Base class of the wires for the TL1 dialects. A wire has at most one session with its device at a time."""
 
     capabilities: SwitchCapabilities  # class attribute: of the dialect; instance attribute: of the device
     default_port: ClassVar[int]
@@ -120,15 +121,15 @@ class Tl1Wire(SwitchWire):
 
     @abstractmethod
     async def attach(self) -> None:
-        """Read the data that the other verbs need, including the ranges of ports."""
+        """Read the data that the other operations need, including the ranges of ports."""
 
     async def let_report(self, is_wanted: bool) -> None:
         """Request that the device sends reports or, if `is_wanted` is False, that it stops sending them."""
 
     @abstractmethod
     def meaning(self, verb: str, line: str) -> tuple[EventKind, int | None, CrossConnect | None]:
-        """Return the kind of event that one line of a report describes, with the port or the cross-connect concerned,
-        if any."""
+        """Return the kind of event that one line of a report describes, with the port and the cross-connect that it
+        concerns. Either is None if the line does not name it. `verb` is the report's verb, such as `REPT ALM CRS`."""
 
     async def open(self) -> None:
         for attempt in range(LOGIN_ATTEMPTS):
@@ -173,8 +174,8 @@ class Tl1Wire(SwitchWire):
     async def order_in_lines(
         self, pairs: Sequence[CrossConnect], form: str, ingress_offset: int = 0, egress_offset: int = 0
     ) -> None:
-        """Send a bulk command, split into as many lines as the option `line_limit` requires. In `form`, `{0}` stands
-        for the ingress ports and `{1}` for the egress ports."""
+        """Send a bulk command, split into as many lines as the option `line_limit` requires. In `form`, `{0}` is
+        replaced by the ingress ports and `{1}` by the egress ports. The offsets are added to the port numbers."""
 
         def line(pairs: Sequence[CrossConnect]) -> str:
             ingress = port_list([pair.ingress_port + ingress_offset for pair in pairs])
@@ -248,13 +249,14 @@ class _NoPlace(Tl1Denied):
 
 
 def partly_done(what: str, error: DriverRetryable) -> DriverOutcomeUnknown:
-    """Return the error to raise when a later part of a setter has failed. It is DriverOutcomeUnknown, because the
-    earlier parts took effect."""
+    """Return the error to raise when a later part of a setter has failed with `error`. It is DriverOutcomeUnknown,
+    because the earlier parts, which `what` describes, took effect."""
     return DriverOutcomeUnknown(f"{what}: {error.message}", command=error.command, answer=error.answer)
 
 
 def port_list(ports: Sequence[int]) -> str:
-    """Format a port list, `1&2&3`. Raises ValueError for an empty list, which some devices interpret as all ports."""
+    """Format ports as a list such as `1&2&3`. Raises ValueError if there are none, because some devices interpret an
+    empty list as all ports."""
     if not ports:
         raise ValueError("the list must not be empty: some devices take an empty list as every circuit")
     return "&".join(map(str, ports))

@@ -1,7 +1,7 @@
-"""The driver `virtual`, which drives an emulated switch in the driver's own process. emulators/base.py implements the
+"""The driver `virtual`, which controls an emulated switch in the driver's own process. emulators/base.py implements the
 switch.
 
-`VirtualSwitchWire` is a session with an `EmulatedDevice`. The device continues to exist when sessions and drivers are
+`VirtualSwitchWire` opens sessions with an `EmulatedDevice`. The device continues to exist when sessions and drivers are
 closed.
 """
 
@@ -106,7 +106,7 @@ class VirtualOptions(DriverOptions):
 
 
 class VirtualSwitch(ConfiguredSwitch, options=VirtualOptions):
-    """The driver `virtual`, whose device runs in the driver's own process. `ports` is the number of ports; they are
+    """The driver `virtual`, whose device runs in the driver's own process. `ports` is the number of ports, which are
     numbered from 1. On an ingress_egress device, the first half of the ports is on the ingress side and the second half
     on the egress side."""
 

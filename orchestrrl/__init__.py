@@ -1,4 +1,5 @@
-"""OrchestrRL: services, clients and commands. The pure decisions are in `planner` and `balancer`."""
+"""The services, clients and commands of OrchestrRL. The packages `planner` and `balancer` contain the decision
+algorithms, which have no side effects."""
 
 import os
 

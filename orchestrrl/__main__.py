@@ -1,4 +1,5 @@
-"""Run the command line as `python -m orchestrrl`, for child processes that use the same interpreter."""
+"""Run the command line as `python -m orchestrrl`. Child processes that must use the same interpreter are started this
+way."""
 
 from orchestrrl.cli.main import main
 

@@ -1,1 +1,1 @@
-"""The agent: a process on the engines' host that scrapes them and streams their load to the daemon."""
+"""The agent: a process that scrapes the engines on its host and streams their load to the daemon."""

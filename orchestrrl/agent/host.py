@@ -1,4 +1,4 @@
-"""Add facts that an engine's HTTP API omits but its host provides: GPUs, process arguments, model sizes.
+"""Add facts about an engine that its HTTP API omits but its host provides: GPUs, process arguments and model sizes.
 
 The module applies only to engines on the agent's own host. Values that the engine itself reports are never overridden.
 """
@@ -85,10 +85,11 @@ def server_arguments(port: int) -> tuple[str, ...]:
 
 
 def with_arguments(facts: ServingFacts, arguments: Sequence[str]) -> ServingFacts:
-    """Return the facts with unknown values filled in from a vLLM command line. Missing flags have vLLM's defaults."""
+    """Return the facts with unknown values filled in from a vLLM command line. For missing flags, vLLM's defaults are
+    assumed."""
     if not arguments:
         return facts
-    # The model's name may follow a flag's value.
+    # A flag's value may be followed by the model's name.
     flags = {each.flag: each.value.partition(" ")[0] for each in read_arguments("", arguments)[0]}
     if "--config" in flags:  # a file with further arguments
         return facts
@@ -128,8 +129,8 @@ def _gpu() -> tuple[str, str]:
 
 
 def _sizes(model: str) -> Model | None:
-    """Return the model's sizes from the config.json of its folder, or of its newest snapshot in Hugging Face's cache.
-    Return None if there is none."""
+    """Return the model's sizes from the config.json in its folder (if `model` is an absolute path) or in its newest
+    snapshot in Hugging Face's cache. Return None if the file does not exist or cannot be used."""
     if not model:
         return None
     if model.startswith("/"):
@@ -145,8 +146,8 @@ def _sizes(model: str) -> Model | None:
 
 
 def _read_config(path: Path, name: str = "") -> Model | None:
-    """Return the model's sizes from the first MOST_CONFIG_BYTES of the file. Return None if the file cannot be read or
-    describes no model."""
+    """Return the model's sizes from the config.json at `path`, of which at most MOST_CONFIG_BYTES are read. Return None
+    if the file cannot be read or describes no model. Without `name`, the model is named after the file's folder."""
     try:
         with path.open("rb") as file:
             text = file.read(MOST_CONFIG_BYTES).decode(errors="replace")

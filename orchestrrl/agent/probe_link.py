@@ -1,9 +1,9 @@
 """Report quiet periods and traffic of training jobs to the daemon, each as soon as it is detected. A window is a quiet
-period in which circuits may change.
+period in which circuits may change. It is armed while the daemon waits for it.
 
 While no window is armed, the ring buffers of the traced processes are read periodically. While a window is armed, the
-traced processes send a notification (the doorbell) when they go quiet or communicate again. Therefore, no polling is
-needed, and a report is less than a millisecond old.
+traced processes also send a notification (the doorbell) when they go quiet or communicate again. A report therefore
+does not wait for the next periodic reading, and is less than a millisecond old.
 """
 
 import asyncio
@@ -46,8 +46,8 @@ class _Watched:
 
 @dataclass(slots=True, eq=False)
 class WindowReports:
-    """Reports each change of a window once, as soon as it is detected. The class does not use asyncio. `put` is called
-    with each message; `clock_s` is the monotonic clock of this host."""
+    """Reports each change of a window as soon as it is detected. The class does not use asyncio. `_put` is called with
+    each message. `_clock_s` is the monotonic clock of this host."""
 
     _traces: HostTraces
     _put: Callable[[fabric_pb2.TraceMessage], None]
@@ -73,10 +73,10 @@ class WindowReports:
             watched.reported = None
 
     def rung(self) -> bool:
-        """Handle the doorbell: a rank has gone quiet or communicates again. Return whether any job communicates, in
-        which case there is time for `catch_up`."""
+        """Handle a ring of the doorbell: a rank has gone quiet, communicates again, or has announced a period. Return
+        whether any job communicates, in which case there is time for `catch_up`."""
         jobs = {watched.arm.job for watched in self._watched.values()}
-        # One quiet rank is no window: check the others before reading anything.
+        # One quiet rank does not make a window, so check the others before reading anything.
         busy = {job for job in jobs if self._traces.busy(job)}
         if len(busy) < len(jobs) or not jobs:  # an announcement rang the doorbell
             self.read()
@@ -87,7 +87,7 @@ class WindowReports:
         return bool(busy)
 
     def catch_up(self) -> None:
-        """Read new events, and prepare the answers for the next windows before they open."""
+        """Read new events, and prepare the assessment of the next windows before they open."""
         self.read()
         self._traces.prepare()
 
@@ -107,8 +107,8 @@ class WindowReports:
                 self._report(watched, self._traces.assess(watched.arm.job, watched.arm.quantile))
 
     def _report(self, watched: _Watched, found: fabric_pb2.Quiet | Hold) -> None:
-        """Report the window if it has changed: a window that is long enough, the end of a window, or a new reason why
-        there is no window."""
+        """Report the assessment `found` of a window if it differs from the last report: a window that is long enough,
+        the end of a window, or a new reason why there is no window."""
         now_s, earlier = self._clock_s(), watched.reported
         # The time that has passed shortens a window for the receiver too; but no window may end earlier than reported.
         same = (
@@ -157,7 +157,8 @@ class WindowReporter:
         self._summarising: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Report windows until cancelled. Raises Permanent if the ring buffers cannot be read."""
+        """Report windows until cancelled. Raises Permanent if the ring buffers cannot be read, or another agent already
+        reads them."""
         with _alone(self._directory):
             await self._run()
 
@@ -243,7 +244,7 @@ class WindowReporter:
         return fabric_pb2.TraceMessage(hello=fabric_pb2.TraceHello(host=self._host, jobs=jobs))
 
     def _put(self, message: fabric_pb2.TraceMessage) -> None:
-        """Send the message, or drop it if no daemon is connected, because a late report about a window is wrong."""
+        """Send the message. If no daemon is connected, drop it, because a late report about a window would be wrong."""
         if self._outgoing is not None:
             self._outgoing.put_nowait(message)
 
@@ -255,8 +256,8 @@ class WindowReporter:
 
 @contextlib.contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Lock the directory, so that only one agent per host uses it. Two agents would take the doorbell and the
-    connection to the daemon from each other."""
+    """Lock the directory during the block, so that only one agent per host uses it. Two agents would take the doorbell
+    and the connection to the daemon from each other. Raises Permanent if another agent holds the lock."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         opened = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

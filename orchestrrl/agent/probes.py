@@ -1,8 +1,8 @@
-"""Read the collective boundaries of this host's traced processes, and predict how long the host stays quiet.
+"""Read the collective boundaries of this host's traced processes, and predict how long their jobs stay quiet.
 
-Every process's ring (integrations/instrument/rings.py) feeds a learner (planner/fabric/slack.py). A job is quiet while
-none of its ranks on this host has a collective in flight; it is expected to stay quiet until the first of these ranks
-starts a collective.
+The ring buffer of each process (integrations/instrument/rings.py) feeds a learner (planner/fabric/slack.py). A job is
+quiet while none of its ranks on this host has a collective in flight. It is expected to stay quiet until the first of
+these ranks starts a collective.
 """
 
 import json
@@ -36,7 +36,7 @@ ITERATION = "iteration"  # the recorder's mark that numbers iterations
 
 @dataclass(eq=False)
 class TracedProcess:
-    """One traced process. `header` is from the last scan for new processes."""
+    """One traced process. `header` is the header of its ring buffer at the last scan for new processes."""
 
     reader: RingReader
     header: RingHeader
@@ -54,7 +54,7 @@ class TracedProcess:
         return self.header.job
 
     def read(self) -> Iterator[RingEvent]:
-        """Feed new events to the learner and yield marks that contain an announcement."""
+        """Feed new events to the learner, and yield those that are marks with an announcement."""
         if self.reader.changes == self.seen:
             return
         self.seen = self.reader.changes  # later changes are read next time
@@ -100,7 +100,7 @@ class HostTraces:
 
     @property
     def traced(self) -> list[TracedProcess]:
-        """Return the processes that have a rank, sorted by job and rank."""
+        """The processes that have a rank, sorted by job and rank."""
         return [each for _, ranks in sorted(self._by_job.items()) for each in ranks if each.rank != UNKNOWN]
 
     def jobs(self) -> dict[str, tuple[int, ...]]:
@@ -133,14 +133,14 @@ class HostTraces:
         return self.jobs() != before
 
     def arm(self, quantiles: Mapping[str, frozenset[float]]) -> None:
-        """Make only the processes of these jobs ring the doorbell. `quantiles` has, per job, the quantiles that later
-        calls of `assess` use."""
+        """Make the processes of these jobs, and of no others, ring the doorbell when they go quiet or communicate
+        again. `quantiles` maps each job to the quantiles that later calls of `assess` use."""
         self._armed = quantiles
         for each in self._traced.values():
             each.reader.arm(each.job in quantiles)
 
     def prepare(self) -> None:
-        """Compute in advance what `assess` needs in the next windows."""
+        """Compute in advance what `assess` needs in the next windows of the armed jobs."""
         for job, quantiles in self._armed.items():
             for each in self._by_job.get(job, ()):
                 for q in quantiles:
@@ -165,9 +165,9 @@ class HostTraces:
         return any(each.reader.communicates for each in self._by_job.get(job, ()))
 
     def assess(self, job: str, q: float) -> fabric_pb2.Quiet | Hold:
-        """Return the duration for which the job stays quiet, with a probability of at most `q` that it communicates
-        earlier. The duration is based on this host's clock and the events read so far. If the job is not quiet, return
-        a Hold with the reason."""
+        """Return the quiet period of a job on this host, with its predicted end. The probability that a given rank
+        starts a collective before this end is at most `q`. The prediction is based on this host's clock and the events
+        read so far. If the job is not quiet or no prediction is possible, return a Hold with the reason."""
         now_s = self._clock_s()
         first: tuple[RemainingQuiet, int] | None = None
         since_s = risk = 0.0
@@ -192,8 +192,8 @@ class HostTraces:
         return quiet
 
     def summaries(self, q: float) -> Iterable[dict[str, Any]]:
-        """Yield a `SlackSummary` with its job for each rank. The summaries are computed lazily, rank by rank, because
-        they are expensive for long iterations."""
+        """Yield, for each rank, a mapping with its job and its `SlackSummary`. The summaries are computed lazily, rank
+        by rank, because they are expensive for long iterations."""
         for each in self.traced:
             yield {"job": each.job, "summary": asdict(summarize(each.learner, q))}
 
@@ -205,8 +205,8 @@ class HostTraces:
         self._by_job.clear()
 
     def _complete(self, announced: fabric_pb2.Announcement) -> None:
-        """If an announcement has no intent, add the intent of the last announcement of the same period, which the
-        daemon may have missed."""
+        """Add the last intent of the same job and period to an announcement without an intent, because the daemon may
+        have missed the earlier announcement."""
         key = announced.job, announced.period
         if announced.intent_json:
             self._intents.pop(key, None)
@@ -231,8 +231,8 @@ class HostTraces:
 
 
 def _announced(each: TracedProcess, event: RingEvent) -> fabric_pb2.Announcement | None:
-    """Return the announcement in a mark, `{"period": NAME, "body": INTENT}`, as recorder.announce writes it. Return
-    None if it is invalid. An empty body repeats the last intent."""
+    """Return the announcement in a mark. Its payload is `{"period": NAME, "body": INTENT}`, as recorder.announce writes
+    it. An empty body repeats the last intent. Return None if the payload is invalid."""
     try:
         parsed = json.loads(event.payload or b"")
         period, intent = parsed["period"], parsed["body"]

@@ -32,8 +32,8 @@ _MAX_TOKENS_PER_S = 1e9  # the largest rate that the daemon accepts; a jump of t
 @dataclass(frozen=True, slots=True)
 class HealthLimits:
     """Time limits for judging an engine's health, in seconds. An engine that takes longer than `slow_after_s` to answer
-    is slow; an engine without an answer for `gone_after_s` is gone. The decode rate is measured over the scrapes of the
-    last `rate_window_s`."""
+    is slow. An engine that does not answer for `gone_after_s` is gone. The decode rate is measured over the scrapes of
+    the last `rate_window_s`."""
 
     slow_after_s: float = 1.0
     gone_after_s: float = 5.0
@@ -51,9 +51,10 @@ class HealthLimits:
 def judge(
     answer: EngineSample | BaseException | None, waited_s: float, limits: HealthLimits
 ) -> tuple[EngineHealth, str]:
-    """Return the engine's health after `waited_s`, and the reason for it.
+    """Return an engine's health and the reason for it. The reason is "" if the engine is healthy.
 
-    `answer` is None if there is no answer yet, or the exception that the scrape raised.
+    `answer` is the scraped sample, the exception that the scrape raised, or None if there is no answer yet. `waited_s`
+    is the time, in seconds, for which the agent has waited for the answer.
     """
     if answer is None:
         gone = waited_s >= limits.gone_after_s
@@ -73,7 +74,7 @@ def judge(
 
 
 def metric_faults(metrics: EngineSample) -> list[str]:
-    """Return the impossible values in an engine's metrics, one sentence each."""
+    """Return one message for each impossible value in an engine's metrics."""
     most = dict.fromkeys(("running", "waiting"), _MAX_COUNT)
     totals = ("kv_capacity_tokens", "generation_tokens_total", "prompt_tokens_total", "preemptions_total")
     most |= dict.fromkeys(totals, _MAX_TOTAL)
@@ -86,8 +87,8 @@ def metric_faults(metrics: EngineSample) -> list[str]:
 
 
 def capability_faults(capabilities: EngineCapabilities) -> list[str]:
-    """Return the impossible values in an engine's capabilities, one sentence each. Capabilities are read from the
-    engine's own JSON."""
+    """Return one message for each impossible value in an engine's capabilities. The values may have any type, because
+    they are read from the engine's JSON."""
     faults = []
     for name in ("max_model_len_tokens", "max_sequences"):
         value = getattr(capabilities, name)
@@ -119,8 +120,8 @@ def fold(
 
     The decode rate is the mean over the scrapes of the last `rate_window_s` (the last two scrapes if the interval is
     longer) in which the engine was decoding. The rate is unknown at the first scrape, after a counter reset, and while
-    nothing runs. It is also unknown while no token has arrived for less than a window, since the engine may still
-    prefill. A rate of 0 means that the engine has stalled.
+    no request is running. It is also unknown while no token has arrived for less than a window, since the engine may
+    still be in prefill. A rate of 0 means that the engine has stalled.
     """
     if sample is None:
         return EngineTrack(), None
@@ -138,7 +139,8 @@ def fold(
 
 
 def _within_window(points: tuple[tuple[float, int], ...], window_s: float) -> tuple[tuple[float, int], ...]:
-    """Return the points from the newest point that is at least `window_s` old, or all points if none is that old."""
+    """Return the points from the newest point that is at least `window_s` older than the last, or all points if there
+    is no such point."""
     newest_s = points[-1][0]
     whole = [index for index, (at_s, _) in enumerate(points) if newest_s - at_s >= window_s]
     return points[whole[-1] :] if whole else points
@@ -156,7 +158,7 @@ def _rate(points: tuple[tuple[float, int], ...], window_s: float) -> float | Non
 
 @dataclass(slots=True, eq=False)
 class EngineWatch:
-    """Watches one engine for `agent`. `publish` is called with each report; reports are numbered later, when they are
+    """Watches one engine for `agent`. `publish` is called with each report. Reports are numbered later, when they are
     sent. The watch continues after any failure of the engine."""
 
     engine_id: EngineId
@@ -212,8 +214,8 @@ class EngineWatch:
         self._report(health, detail, sample)
 
     async def _be_patient(self, scrape: asyncio.Task[Any], started_s: float) -> None:
-        """Wait for the answer up to `gone_after_s`. If the engine has not answered for too long, counted from the
-        oldest unanswered scrape, report its health at each interval."""
+        """Wait for the answer to a scrape for at most `gone_after_s`. If the engine has not answered for
+        `slow_after_s`, counted from the oldest unanswered scrape, report its health at each interval."""
         end_s = started_s + self.limits.gone_after_s
         while not scrape.done() and (now_s := self.clock.now_s()) < end_s:
             late_s = self._silent_for_s(now_s) - self.limits.slow_after_s
@@ -226,7 +228,7 @@ class EngineWatch:
         return 0.0 if self._silent_since_s is None else now_s - self._silent_since_s
 
     async def _asked(self, work: Awaitable[_Answer]) -> _Answer | Exception:
-        """Await the engine's answer and return it, or return the exception that it raised. Unexpected exceptions are
+        """Await `work` and return the engine's answer, or the exception that `work` raised. Unexpected exceptions are
         logged with a traceback."""
         try:
             return await work
@@ -245,8 +247,8 @@ class EngineWatch:
         self.publish(EngineReport(self.agent, 0, self.engine_id, self.engine.url, *found, server=self._server))
 
     async def _find_capabilities(self) -> None:
-        """Read the engine's capabilities, and retry until they can be read: a starting server may serve metrics
-        earlier."""
+        """Read the engine's capabilities, and retry until they can be read. A starting server may serve its metrics
+        before its capabilities."""
         while True:
             answer = await self._asked(within(self.clock, self.limits.gone_after_s, self.engine.capabilities()))
             faults = capability_faults(answer) if isinstance(answer, EngineCapabilities) else [str(answer)]

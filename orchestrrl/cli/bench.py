@@ -1,4 +1,4 @@
-"""`orchestrrl bench`: measure the cost of decisions and of the gateway as ratios to baselines of the same run."""
+"""`orchestrrl bench`: measure the cost of decisions and of the gateway, relative to baselines from the same run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,11 +14,11 @@ def bench(
     only: Annotated[list[str] | None, typer.Option(help="Run only this benchmark. Can be repeated.")] = None,
     out: Annotated[Path, typer.Option(help="Write the JSON report to this file.")] = Path("out/bench.json"),
 ) -> Output:
-    """Measure the cost of OrchestrRL as ratios to baselines of the same run. Lower is better.
+    """Measure the cost of OrchestrRL as ratios to baselines from the same run. Lower is better.
 
-    Machines differ and are noisy, so compare the ratios. Benchmarks: balancer_tick, fast_tick, solve, plan_tick,
-    gateway_cpu, gateway_burst, gateway_ledger, start_up, fabric_allocate, sync_plan, sim_step, routing, recorder,
-    fabric_windows.
+    Absolute values depend on the machine and its load, so compare the ratios. Benchmarks: balancer_tick, fast_tick,
+    solve, plan_tick, gateway_cpu, gateway_burst, gateway_ledger, start_up, fabric_allocate, sync_plan, sim_step,
+    routing, recorder, fabric_windows.
 
     Example: `orchestrrl bench --only gateway_cpu`
     """

@@ -1,4 +1,4 @@
-"""`orchestrrl fabric box` and `orchestrrl sync box`: emulate a site with network namespaces of this machine, and
+"""`orchestrrl fabric box` and `orchestrrl sync box`: emulate a site with network namespaces on this machine, and
 measure real traffic and weight syncs over its circuits."""
 
 from collections.abc import Mapping
@@ -62,15 +62,15 @@ def fabric_box(
     | show | |
     |---|---|
     | `circuits` | measure the rate between two ToRs over 1, 2 and 3 circuits |
-    | `cycle` | run training, generation, weight sync, training: each stage's rate before and after its circuits |
+    | `cycle` | run training, generation, weight sync, training: measure each stage's rate on the old and new circuits |
     | `transition` | continue a transfer while its circuits change |
-    | `failed_port` | fail a port: packets are rerouted first, then circuits |
-    | `wrong_cable` | swap two cables: `orchestrrl ocs verify` reports which |
+    | `failed_port` | fail a port: packets are rerouted first, then circuits are changed |
+    | `wrong_cable` | swap two cables: `orchestrrl ocs verify` reports the swapped cables |
 
     The command requires Linux, `unshare`, `ip` and `tc`, and root or permitted user namespaces. It changes nothing
     outside its own namespaces and removes them at the end. It writes the site file, the daemon's configuration and
-    journal, all logs, `box.json`, and for the cycle `cycle.png` to FOLDER. A circuit has the rate `--circuit-mbps`
-    instead of the rate in the site file; NICs are scaled in proportion.
+    journal, all logs, `box.json` and, for the cycle, `cycle.png` to FOLDER. A circuit has the rate `--circuit-mbps`
+    instead of the rate in the site file. The rates of NICs are scaled in proportion.
 
     Example:
 
@@ -179,20 +179,21 @@ def sync_box(
     ] = None,
     out: OutFolder = Path("out/sync-box"),
 ) -> Output:
-    """Broadcast weights to emulated hosts over TCP, by a planned tree and by the methods that it is compared with.
+    """Broadcast weights to emulated hosts over TCP, with a planned tree and with the methods it is compared with.
 
     Hosts and ToRs are network namespaces, as in `orchestrrl fabric box`. Every link has a limited rate. Each host is a
-    process with the product's carrier. Each host of the training PoDs holds a part of the weights. Each host of the
-    generation PoDs needs all weights. Every way starts with the circuits of generation, and then uses the circuits that
-    its edges request from the daemon. The received weights are compared by SHA-256 and then deleted.
+    process that runs the product's carrier. Each host of the training PoDs holds a part of the weights. Each host of
+    the generation PoDs needs all weights. Every way starts with the circuits of the generation stage, and then requests
+    the circuits for its own transfers from the daemon. The received weights are compared by SHA-256 and then deleted.
 
     | way | |
     |---|---|
-    | `tree` | planned for the available circuits: into each PoD once, forwarded as it arrives |
-    | `two_stage` | all weights to the first host of each PoD, then a chain inside the PoD (figure 4 of the paper) |
-    | `naive` | every receiver directly from the hosts that hold the parts |
+    | `tree` | planned for the available circuits: send the weights into each PoD once, forward them as they arrive |
+    | `two_stage` | send all weights to each PoD's first host, then along a chain in the PoD (figure 4 of the paper) |
+    | `naive` | send all weights to every receiver directly from the hosts that hold the parts |
 
-    No plan can be faster than the printed bound. It is computed from the measured TCP payload rate of one circuit.
+    No plan can be faster than the printed bound. The bound is computed from the measured TCP payload rate of one
+    circuit.
 
     The command requires Linux, `unshare`, `ip` and `tc`, and root or permitted user namespaces. It changes nothing
     outside its own namespaces and removes them at the end. It writes the site file, the daemon's configuration and
@@ -272,7 +273,8 @@ def _sync_view(found: dict[str, Any], out: Path) -> View:
 
 
 def _protocols(text: str, faults: list[str]) -> tuple[str, ...]:
-    """Parse `--protocols`. By default, return three protocols. Errors are appended to `faults`."""
+    """Parse the value of `--protocols`. If it is empty, return the three default protocols. Errors are appended to
+    `faults`."""
     from orchestrrl.lab.box.run import PROTOCOLS
     from orchestrrl.lab.emulated_switch import PROTOCOLS as KNOWN
 
@@ -282,8 +284,9 @@ def _protocols(text: str, faults: list[str]) -> tuple[str, ...]:
 
 
 def _sound_site(file: Path | None, default: str, needed: "Mapping[PodRole, int]", faults: list[str]) -> str:
-    """Return the text of a valid site with at least the `needed` GPUs in the PoDs of each role. Raises ProblemFaults
-    with `faults` and the errors of the site."""
+    """Return the text of the site file, or `default` without a file. The site must be valid and have at least the
+    `needed` number of GPUs in the PoDs of each role. If the site has errors or `faults` is not empty, raises
+    ProblemFaults with all of them."""
     from orchestrrl.core.documents import read_text
     from orchestrrl.fabric.site import parse_site
     from orchestrrl.lab.box.intents import gpus_of
@@ -305,8 +308,8 @@ def _sound_site(file: Path | None, default: str, needed: "Mapping[PodRole, int]"
 
 
 def _show_in_box(order: "BoxOrder", site: str) -> dict[str, Any]:
-    """Run the demonstrations (`--show`) and return their results. The function writes the site file to the output
-    folder and deletes an old journal in it."""
+    """Run the demonstrations that `order` names and return their results by name. The function writes the site file to
+    the output folder and deletes an old journal there."""
     import asyncio
 
     from orchestrrl.lab.box.run import run_box

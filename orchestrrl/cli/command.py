@@ -40,8 +40,8 @@ TimeToLive = Annotated[float, typer.Option("--ttl-s", help="Expire after this ma
 
 
 def with_flags(flags: type[Flags]) -> Callable[[Callable[[Flags], Result]], Callable[..., Result]]:
-    """Return a decorator that replaces a function's only parameter, an instance of the dataclass `flags`, by the fields
-    of the class."""
+    """Return a decorator that replaces a function's only parameter, an instance of the dataclass `flags`, by one
+    parameter for each field of the class."""
 
     def decorate(function: Callable[[Flags], Result]) -> Callable[..., Result]:
         @functools.wraps(function)
@@ -55,13 +55,13 @@ def with_flags(flags: type[Flags]) -> Callable[[Callable[[Flags], Result]], Call
 
 
 def command(function: Callable[P, Output]) -> Command:
-    """Make a command of a function that returns its output, and add --json."""
+    """Turn a function that returns its output into a command with the option --json."""
     return _command(function, lambda call, as_json: call().emit(as_json))
 
 
 def problem_command(example: str) -> Callable[[Callable[P, Output]], Command]:
-    """Return a decorator that adds --json and --print-example to a function that solves the problem in a file.
-    `example` names the example to print, a file of `orchestrrl/cli/examples`."""
+    """Return a decorator that turns a function that solves the problem in a file into a command with the options --json
+    and --print-example. `example` is the name of the example to print, a file in `orchestrrl/cli/examples`."""
 
     def print_example(wanted: bool) -> None:
         if wanted:
@@ -85,7 +85,7 @@ def read_example(name: str) -> Any:
 
 
 def daemon_command(function: Callable[Concatenate[ControlClient, P], Coroutine[Any, Any, Output]]) -> Command:
-    """Make a command of a coroutine function that calls the daemon, and add --daemon and --json."""
+    """Turn a coroutine function that calls the daemon into a command with the options --daemon and --json."""
 
     def run(call: Callable[[ControlClient], Coroutine[Any, Any, Output]], as_json: bool, daemon: str) -> None:
         call_daemon(daemon, call).emit(as_json)
@@ -97,8 +97,8 @@ Stream = Callable[Concatenate[ControlClient, P], AsyncIterator[dict[str, Any]]]
 
 
 def stream_command(line: Callable[[dict[str, Any]], str]) -> Callable[[Stream[P]], Command]:
-    """Return a decorator that makes a command of a function that streams objects from the daemon. The command prints
-    one line per object until the stream ends or the operator stops the command."""
+    """Return a decorator that turns a function that streams objects from the daemon into a command. The command prints
+    one line per object, which `line` formats, until the stream ends or the operator stops the command."""
 
     def decorate(function: Stream[P]) -> Command:
         def run(call: Callable[[ControlClient], AsyncIterator[dict[str, Any]]], as_json: bool, daemon: str) -> None:
@@ -136,7 +136,7 @@ def _command(function: Callable[..., Any], run: Command, **added: tuple[Any, obj
 
 
 def set_signature(function: Callable[..., Any], parameters: Iterable[inspect.Parameter]) -> None:
-    """Replace the signature of a function that Typer reads."""
+    """Replace the signature and the annotations of a function, which Typer reads."""
     signature = inspect.Signature(list(parameters))
     vars(function)["__signature__"] = signature
     function.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
@@ -163,7 +163,8 @@ def url_faults(option: str, url: str) -> list[str]:
 
 
 def listen_address(option: str, address: str, allow_remote: bool, faults: list[str]) -> tuple[str, int]:
-    """Return the host and port to listen on. Errors are appended to `faults`."""
+    """Return the host and port to listen on. Errors are appended to `faults`. Unless `allow_remote` is True, an address
+    that other hosts can reach is an error."""
     try:
         host, port = parse_address(address)
     except ValueError as error:

@@ -22,7 +22,7 @@ def daemon(
 ) -> None:
     """Run the daemon: monitor the fleet, make decisions and, in mode act, carry them out. SIGHUP reloads the file.
 
-    It runs until stopped. The first line on standard output is the address on which it listens.
+    The daemon runs until it is stopped. The first line on standard output is the address on which it listens.
 
     Example: `orchestrrl daemon -c orchestrrl.yaml --mode act`
     """

@@ -40,11 +40,11 @@ def demo(
 
     The command starts engines, a daemon, an agent and a gateway as processes on this machine, and stops them at the
     end. It writes `report.json` and `remaining_requests.png`. The exit status is 1 if a request was lost or its tokens
-    differ. With --kv, each running request moves by KV transfer or by recomputation, whichever is predicted to be
-    faster.
+    differ from those of an undisturbed run. With --kv, each moved request is continued by KV transfer or by
+    recomputation, whichever is predicted to be faster.
 
     Finally, a trainer publishes weights while requests run. Peers transfer them to every engine, and each token is
-    checked against the version that its response names. --sync runs only this part.
+    checked against the version that its response names. With --sync, the command runs only this part.
 
     With --redeploy, a step of Qwen2.5-14B starts on eight TP=2 engines, once with the planner pinned and once without.
     In the second run, the planner can continue the step on two TP=8 engines, as in the paper's case study. The circuits
@@ -76,7 +76,7 @@ def demo(
 
 def _demo(scenario: "DemoScenario", engine: str, seeds: list[int], out: Path) -> Output:
     """Run the comparison and the weight sync. The returned output is a failure if a request was lost, a response
-    differs, or an engine lacks the new weights."""
+    differs from that of an undisturbed run, or an engine lacks the new weights."""
     from orchestrrl.lab.demo.report import as_json, draw
     from orchestrrl.lab.demo.run import run_demo
 
@@ -116,7 +116,8 @@ def _written(path: Path, document: Any, view: Iterable[Any], is_well: bool, *pic
 
 
 def _finished(work: Callable[["Report"], Coroutine[Any, Any, _Outcome]]) -> _Outcome:
-    """Return the outcome of `work`. A signal that stops `work` also stops the processes that it started."""
+    """Run `work`, show its progress and return its outcome. If a signal stops `work`, stop the processes that it
+    started and exit with status 128 + the signal's number."""
     outcome = with_progress(lambda report: until_stopped(work(report), LEAVE_SIGNALS))
     if isinstance(outcome, Signals):
         raise typer.Exit(128 + outcome)

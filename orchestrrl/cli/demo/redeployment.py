@@ -1,5 +1,5 @@
 """Output of `orchestrrl demo --redeploy`: the redeployment's time line compared with the time line in the paper, and
-the gain."""
+the gain in makespan."""
 
 from collections.abc import Iterator
 
@@ -64,7 +64,8 @@ def _beside_the_paper(demo: RedeployDemo, redeployed: ObservedRedeployment) -> I
 
 
 def _circuits(outcome: RedeploySeed) -> Iterator[tuple[object, ...]]:
-    """Yield the rows (from, to, before, after) of the generation PoD's circuits. ToR names omit the PoD."""
+    """Yield one row (from, to, before, after) for each pair of ToRs in the generation PoD, with the number of circuits
+    before and after the redeployment. ToR names omit the PoD."""
     before, after = outcome.fabric_before.circuits, outcome.fabric_after.circuits
     for pod, a, b in sorted(before.keys() | after.keys()):
         if pod == GEN_POD:

@@ -123,7 +123,7 @@ class EngineConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
             if self._framing_bytes > MOST_FRAMING_BYTES:
-                raise ValueError(f"a response head, chunk sizes or trailers exceed {MOST_FRAMING_BYTES} bytes")
+                raise ValueError(f"the response head, chunk sizes or trailers exceed {MOST_FRAMING_BYTES} bytes")
         except (HttpParserError, HttpParserUpgrade, ValueError) as error:
             if not self.ended:
                 self._break(Permanent(f"{self._pool.where}: the answer is not HTTP: {error.__context__ or error}"))
@@ -152,7 +152,7 @@ class EngineConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self.ended:
-            raise ValueError("unexpected bytes after the answer")
+            raise ValueError("unexpected bytes after the end of the response")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self.status:  # trailers are ignored
@@ -164,13 +164,15 @@ class EngineConnection(asyncio.Protocol):
         self._framing_bytes = 0
         status, version = self._parser.get_status_code(), self._parser.get_http_version()
         if version not in ("1.0", "1.1") or status < 100:
-            raise ValueError(f"HTTP/{version} {status}")
+            raise ValueError(
+                f"the response must be HTTP/1.0 or HTTP/1.1 with a status >= 100, got HTTP/{version} {status}"
+            )
         if status < 200:  # an interim response; the final one follows
             self.headers.clear()
             return
         coding = self.headers.get("transfer-encoding", "chunked")
         if coding.lower() != "chunked":
-            raise ValueError(f"transfer-encoding {coding!r}")
+            raise ValueError(f"transfer-encoding: must be chunked, got {coding!r}")
         self.status = status
         self._keep = self._parser.should_keep_alive()
 
@@ -255,7 +257,7 @@ class EngineExchange:
             self._connection = connection
             try:
                 if self.closed:
-                    raise OutcomeUnknown(f"{self._pool.where}: closed before it was sent")
+                    raise OutcomeUnknown(f"{self._pool.where}: the request was aborted before it was sent")
                 connection.send(self._request)
                 self.sent = True
                 sent_s = loop.time()
@@ -295,9 +297,9 @@ class ConnectionPool:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as error:
-            raise Permanent(f"{without_login(url)}: not a URL: {error}") from error
+            raise Permanent(f"{without_login(url)}: is not a valid URL: {error}") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise Permanent(f"{without_login(url)}: not a URL")
+            raise Permanent(f"{without_login(url)}: must be an http or https URL with a host")
         self.where = without_login(url)
         self._host = parts.hostname
         # A literal address needs no race of several attempts, which would slow every connection.

@@ -43,7 +43,9 @@ class ServerSentEvents:
             self._pending.append(rest)
             self._pending_bytes += len(rest)
             if self._pending_bytes > MOST_LINE_BYTES:
-                raise ValueError(f"a line has more than {MOST_LINE_BYTES >> 20} MiB")
+                raise ValueError(
+                    f"an event line must have at most {MOST_LINE_BYTES} bytes, got at least {self._pending_bytes}"
+                )
         return [line[len(b"data:") :].strip() for line in lines if line.startswith(b"data:")]
 
 
@@ -151,7 +153,7 @@ def parse_event(data: bytes) -> dict[str, Any]:
     try:
         event: dict[str, Any] = json.loads(data)
     except RecursionError as error:
-        raise ValueError("the JSON is nested too deeply") from error
+        raise ValueError("an event of the stream cannot be parsed: its JSON is nested too deeply") from error
     if event.get("error") is not None:
         raise StreamError(event)
     return event

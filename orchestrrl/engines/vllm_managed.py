@@ -191,7 +191,9 @@ class ManagedVllm:
             try:
                 await self._leave(before if renamed else None, was_paused)
             except OrchestrRLError as another:
-                raise OutcomeUnknown(f"{error}; the engine may still be paused: {another}") from error
+                raise OutcomeUnknown(
+                    f"{error}; the engine may still be paused, because its state could not be restored: {another}"
+                ) from error
             raise
         try:
             await self._leave(name if renamed else None, was_paused)
@@ -212,8 +214,8 @@ class ManagedVllm:
         just been read."""
         if missing := needed - paths:
             raise Permanent(
-                f"{self.where}: cannot load weights without {', '.join(sorted(missing))}; start the server with"
-                " VLLM_SERVER_DEV_MODE=1"
+                f"{self.where}: cannot load weights without the endpoints {', '.join(sorted(missing))}; start the"
+                " server with VLLM_SERVER_DEV_MODE=1"
             )
         if await self.asleep(page):
             raise Permanent(f"{self.where}: is asleep; wake it before loading weights")
@@ -225,8 +227,8 @@ class ManagedVllm:
         status, text = await self.exchange("POST", path, order, timeout_s=LOAD_TIMEOUT_S)
         if status != 200:
             raise OutcomeUnknown(
-                f"{self.where}: failed to load {source}, which must be readable at this path; the engine is paused and"
-                f" may have a part of it: {failure(path, status, text, None)}"
+                f"{self.where}: failed to load {source}, which the server must be able to read at this path:"
+                f" {failure(path, status, text, None)}; the engine is paused and may have loaded a part of the weights"
             )
 
     async def set_weight_name(self, name: str) -> None:
@@ -248,7 +250,10 @@ class ManagedVllm:
         with self.reading("/v1/completions"):
             ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             if len(ids) != len(logprobs) or not 0 < len(ids) <= tokens:
-                raise ValueError(f"{len(logprobs)} log-probabilities of {len(ids)} tokens, {tokens} requested")
+                raise ValueError(
+                    f"the response must have 1 to {tokens} tokens, each with a log-probability, got {len(ids)} tokens"
+                    f" and {len(logprobs)} log-probabilities"
+                )
             return AnswerExcerpt(tuple(prompt_ids), tuple(map(int, ids)), tuple(map(float, logprobs)))
 
     async def go_on(self, prompt_ids: Sequence[int], tokens: int) -> tuple[int, ...]:
@@ -258,7 +263,7 @@ class ManagedVllm:
         with self.reading("/v1/completions"):
             ids = tuple(map(int, choice["token_ids"]))
             if not 0 < len(ids) <= tokens:
-                raise ValueError(f"{len(ids)} tokens, {tokens} requested")
+                raise ValueError(f"the response must have 1 to {tokens} tokens, got {len(ids)}")
             return ids
 
     async def score(self, excerpt: AnswerExcerpt) -> tuple[float, ...]:
@@ -268,7 +273,9 @@ class ManagedVllm:
         with self.reading("/v1/completions"):
             listed = choice["prompt_logprobs"]
             if len(listed) != len(read):
-                raise ValueError(f"{len(listed)} prompt_logprobs of {len(read)} tokens")
+                raise ValueError(
+                    f"prompt_logprobs must have one entry for each of {len(read)} tokens, got {len(listed)}"
+                )
             first = len(excerpt.prompt_ids)
             return tuple(
                 float(listed[place][str(token)]["logprob"]) for place, token in enumerate(excerpt.token_ids, first)
@@ -291,7 +298,11 @@ class ManagedVllm:
         with self.reading(path):
             (choice,) = answer["choices"]
             if choice["finish_reason"] not in ("length", "stop"):
-                raise Retryable(f"{self.where}{path}: the answer broke off: {choice['finish_reason']}", RETRY_AFTER_S)
+                raise Retryable(
+                    f"{self.where}{path}: the response must have finish_reason length or stop, got"
+                    f" {shorten(choice['finish_reason'])}",
+                    RETRY_AFTER_S,
+                )
             found: dict[str, Any] = choice
             return found
 
@@ -302,7 +313,9 @@ class ManagedVllm:
         if await self.asleep():
             return
         if (now := await self.metrics()).running or now.waiting:
-            raise Permanent(f"{self.where}: has {now.running + now.waiting} requests, which sleep would lose")
+            raise Permanent(
+                f"{self.where}: cannot sleep while it has {now.running + now.waiting} requests, which would be lost"
+            )
         await self.order("/sleep?level=1", timeout_s=SLEEP_TIMEOUT_S)
 
     async def wake(self) -> None:
@@ -311,7 +324,7 @@ class ManagedVllm:
         with self.reading("/wake_up"):
             answer = json.loads(text or "{}")
             if answer.get("status") == "sleeping":
-                raise OutcomeUnknown(f"{self.where}: is only partly awake: {shorten(answer)}")
+                raise OutcomeUnknown(f"{self.where}: the engine is not fully awake after /wake_up: {shorten(answer)}")
 
     async def asleep(self, page: str | None = None) -> bool:
         """Return whether the engine is asleep. `page` is the metrics page if it has just been read."""
@@ -327,14 +340,14 @@ class ManagedVllm:
     async def check_sleep(self) -> None:
         """Raise Permanent if the engine cannot sleep."""
         if not (await self.description()).sleep:
-            raise Permanent(f"{self.where}: cannot sleep: start it with --enable-sleep-mode")
+            raise Permanent(f"{self.where}: cannot sleep; start the server with --enable-sleep-mode")
 
     # --- elastic expert parallelism
 
     async def scale(self, dp: int) -> None:
         """Scale to `dp` replicas. Removed replicas are drained first, for vLLM's default drain time."""
         if not (await self.description()).elastic_ep:
-            raise Permanent(f"{self.where}: cannot be scaled: start it with --enable-elastic-ep")
+            raise Permanent(f"{self.where}: cannot be scaled; start the server with --enable-elastic-ep")
         order = {"new_data_parallel_size": dp, "drain_timeout": SCALE_DRAIN_S}
         await self.order("/scale_elastic_ep", order, timeout_s=SCALE_TIMEOUT_S)
         if (has := (await self.layout()).dp) != dp:

@@ -131,13 +131,15 @@ class VllmWeights:
         faults = [worker.fault for worker in workers if worker.fault]
         because = "; ".join(dict.fromkeys(faults))
         if len(faults) == len(workers) and not any(worker.is_torn for worker in workers):
-            raise Permanent(f"{self._url}: refused {because}") from failed
+            raise Permanent(f"{self._url}: the workers refused the weights: {because}") from failed
         if faults:
-            raise OutcomeUnknown(f"{self._url}: may have a part of the weights: {because}") from failed
+            raise OutcomeUnknown(f"{self._url}: may have loaded only a part of the weights: {because}") from failed
         if failed is not None:
             raise OutcomeUnknown(f"{self._url}: failed to load {folder}: {failed}") from failed
         if (agreed := self._agreed(workers, version)) is None:
-            raise OutcomeUnknown(f"{self._url}: loaded {folder}, but its workers report {workers}")
+            raise OutcomeUnknown(
+                f"{self._url}: loaded {folder}, but not all workers report version {version}: {workers}"
+            )
         return agreed
 
     async def _until_empty(self) -> None:
@@ -148,7 +150,10 @@ class VllmWeights:
             if not now.running + now.waiting:
                 return
             await asyncio.sleep(POLL_S)
-        raise Permanent(f"{self._url}: has {now.running + now.waiting} frozen requests, which would continue")
+        raise Permanent(
+            f"{self._url}: cannot be resumed for a probe while it has {now.running + now.waiting} frozen requests,"
+            " because they would continue"
+        )
 
     async def _workers(self) -> list[WorkerReport]:
         answer = await self._server.ask("POST", "/collective_rpc", {"method": METHOD})
@@ -158,7 +163,7 @@ class VllmWeights:
             except ValidationError as error:
                 raise ValueError(f"the workers' reports are malformed: {error}") from error
             if not workers:
-                raise ValueError("no worker reports")
+                raise ValueError("the response must have a report of at least one worker, got none")
             return workers
 
     def _agreed(self, workers: Sequence[WorkerReport], version: int) -> LoadedWeights | None:
@@ -175,7 +180,7 @@ class VllmWeights:
         info = await self._server.description()
         if missing := TRANSFER_NEEDS - info.paths:
             absent = ", ".join(sorted(missing))
-            raise Permanent(f"{self._url}: lacks {absent}; start the server with VLLM_SERVER_DEV_MODE=1")
+            raise Permanent(f"{self._url}: lacks the endpoints {absent}; start the server with VLLM_SERVER_DEV_MODE=1")
         facts = info.serving
         return TransferEnds(info.weight_backend or "", (facts.tp or 1) * (facts.pp or 1) * (info.replicas or 1))
 
@@ -204,7 +209,7 @@ class VllmWeights:
 
     async def call_workers(self, method: str, arguments: Sequence[Any], within_s: float) -> None:
         order = {"method": method, "args": list(arguments), "timeout": within_s}
-        with self._open_outcome("may have a part of the weights"):
+        with self._open_outcome("may have loaded only a part of the weights"):
             await self._server.order("/collective_rpc", order, within_s)
 
     async def end(self, version: int) -> None:
@@ -212,11 +217,11 @@ class VllmWeights:
             await self._server.set_weight_name(str(version))
 
     async def update(self, update_info: Mapping[str, Any] | Sequence[Any], within_s: float) -> None:
-        with self._open_outcome("may have a part of the weights"):
+        with self._open_outcome("may have loaded only a part of the weights"):
             await self._server.order("/update_weights", {"update_info": update_info}, within_s)
 
     async def finish(self, version: int, within_s: float) -> None:
-        with self._open_outcome("may have a part of the weights"):
+        with self._open_outcome("may have loaded only a part of the weights"):
             await self._server.order("/finish_weight_update", timeout_s=within_s)
         await self.end(version)
 
@@ -230,7 +235,7 @@ class VllmWeights:
 
     async def _at_rest(self) -> None:
         if not await self._server.is_paused():
-            raise Permanent(f"{self._url}: is not paused")
+            raise Permanent(f"{self._url}: must be paused before its weights are updated")
 
 
 def _has_backend(started: VllmServerInfo) -> bool:

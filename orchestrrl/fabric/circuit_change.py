@@ -195,7 +195,7 @@ class CircuitRun(Description[CircuitStep]):
             self._undone = str(error)
         except DriverRetryable as error:
             self._undone = None
-            raise self._unknown(f"{self._why}; not rolled back yet: {error}") from error
+            raise self._unknown(f"{self._why}; the change is not rolled back yet: {error}") from error
         how = f"not rolled back: {self._undone}" if self._undone else "rolled back, as its driver reports"
         self._sent = f"{self._why}; {how}, and"
         return ""
@@ -211,7 +211,7 @@ class CircuitRun(Description[CircuitStep]):
         except DriverError as error:
             if not self._sent:
                 raise
-            raise self._unknown(f"{self._sent} not read since: {error}") from error
+            raise self._unknown(f"{self._sent} the switch could not be read since: {error}") from error
 
     def resume_from(self, records: Sequence[StepEntry]) -> frozenset[int] | None:
         if self._is_begun or self._is_on_trial:  # earlier results no longer matter
@@ -318,7 +318,7 @@ class CircuitRun(Description[CircuitStep]):
         seen = await self._driver.verify(self.operation.diff)
         if not seen.ok:
             faulty = _listed((*seen.missing, *seen.lingering, *seen.untuned))
-            raise self._unknown(f"verified as done, but read back differently: {faulty}")
+            raise self._unknown(f"the change was committed, but these circuits differ when read back: {faulty}")
         self._dark = seen.dark
 
     async def _read(self) -> None:

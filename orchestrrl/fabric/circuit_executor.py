@@ -116,9 +116,11 @@ class CircuitExecutor:
             if switch not in self._trials:
                 last = self._last_trial.get(switch)
                 if last is None:
-                    raise CircuitConflict(["no change is on trial"], device=switch)
+                    raise CircuitConflict(["no change is on trial, so there is nothing to confirm"], device=switch)
                 if not last.done:
-                    raise CircuitConflict([f"{last.operation} was {last.detail}"], device=switch)
+                    raise CircuitConflict(
+                        [f"{last.operation} cannot be confirmed, because it was {last.detail}"], device=switch
+                    )
                 return replace(last, detail="was confirmed before")
             _, outcome = self._trials[switch]
             try:
@@ -177,7 +179,10 @@ class CircuitExecutor:
         async with self._turns[operation.switch]:
             run = self._prepared.pop(operation.id, None)
             if run is None:
-                raise CircuitConflict([f"{operation.id} was begun or abandoned before"], device=operation.switch)
+                raise CircuitConflict(
+                    [f"{operation.id} cannot be committed, because it was begun or abandoned before"],
+                    device=operation.switch,
+                )
             try:
                 return await self._begin(run, begin_by_s)
             finally:
@@ -193,7 +198,10 @@ class CircuitExecutor:
                 raise
         if self._clock.now_s() > begin_by_s:
             self._close(_not_begun(operation, "was not begun, other changes kept the switch busy for too long"))
-            raise CircuitConflict(["other changes kept the switch busy for too long"], device=operation.switch)
+            raise CircuitConflict(
+                [f"{operation.id} was not begun by {utc(begin_by_s)}, because other changes kept the switch busy"],
+                device=operation.switch,
+            )
         return await self._carry_out(run)
 
     def abandon(self, operation: CircuitOperation, why: str) -> None:
@@ -220,12 +228,17 @@ class CircuitExecutor:
         await self._settle(switch)
         if switch in self._trials:
             run, _ = self._trials[switch]
-            waits = f"{run.id} is on trial until {utc(run.revert_at_s)}"
-            raise CircuitConflict([f"{waits}: confirm it, or wait, before another change"], device=switch)
+            raise CircuitConflict(
+                [
+                    f"{run.id} is on trial until {utc(run.revert_at_s)}; confirm it, or wait until then, before you"
+                    " request another change"
+                ],
+                device=switch,
+            )
         diff = await self.plan(switch, change, mode)
         if expect_revision not in (None, diff.revision):
             raise CircuitConflict(
-                [f"switch is at revision {diff.revision}, expected {expect_revision}: read the switch and try again"],
+                [f"the revision must be {expect_revision}, got {diff.revision}; read the switch and try again"],
                 device=switch,
             )
         id = f"circuits-{self._log.generation}-{next(self._count)}"

@@ -63,11 +63,13 @@ class PeriodBook:
         found = self._found(period, job)
         if len(found) > 1:
             listing = ", ".join(sorted(repr(each.job) for each in found))
-            raise Permanent(f"period {period!r} was announced by several jobs, name one: {listing}")
+            raise Permanent(f"period {period!r} was announced by several jobs; name one of them: {listing}")
         if not found:
             known = ", ".join(sorted({name for _, name in self._intents})[:16]) or "none yet"
             of = f" of job {job!r}" if job else ""
-            raise Permanent(f"period {period!r}{of} was never announced with an intent (known: {known})")
+            raise Permanent(
+                f"period {period!r}{of} was never announced with an intent; periods with an intent: {known}"
+            )
         return found[0]
 
     def get(self, period: str, job: str) -> Intent | None:

@@ -85,7 +85,9 @@ class Rerouting:
         offload: Offload = inline,
     ) -> None:
         if set(routers) != set(domain.routers):
-            raise ValueError(f"routers must be those of the domain, got {sorted(set(routers) ^ set(domain.routers))}")
+            raise ValueError(
+                f"routers must be those of the domain, but differ in {sorted(set(routers) ^ set(domain.routers))}"
+            )
         self.domain = domain
         self._routers = routers
         self._clock = clock
@@ -100,7 +102,7 @@ class Rerouting:
         """Move packets off circuits that are about to go down. Raises NotDrained if a router uses or may use such a
         circuit, and Permanent if `reroute` has not been called yet."""
         if self.routed is None:
-            raise Permanent("cannot drain before the circuits are known: call reroute first")
+            raise Permanent("cannot drain before the circuits are known; call `reroute` first")
         left = frozenset(self.routed.links).difference(going)
         moved = await self._move(self.prepare(left))
         still = self._still_using(going, moved)

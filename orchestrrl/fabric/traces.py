@@ -75,7 +75,7 @@ def read_trace(source: Path) -> list[TraceEvent]:
     try:
         lines = source.read_bytes().splitlines()
     except OSError as error:
-        raise ProblemFaults([f"{source}: cannot be read: {error.strerror}, got {shorten(str(source))}"]) from error
+        raise ProblemFaults([f"{source}: cannot be read: {error.strerror}"]) from error
     events: list[TraceEvent] = []
     faults: list[str] = []
     for number, line in enumerate(lines, 1):

@@ -70,9 +70,9 @@ class FabricVerifier:
         """Verify circuits and fibres. Raises Permanent if a walk is requested while the fabric is not paused or no ToRs
         are configured, and OrchestrRLError if an operation on a switch or router fails."""
         if walk and self.routing is None:
-            raise Permanent("a walk needs the signals of the ToRs: list them in fabric.routers")
+            raise Permanent("a walk needs the signals of the ToRs; list the ToRs in fabric.routers")
         if walk and self.pause_registry.hold(PauseScope.FABRIC) is None:
-            raise Permanent("circuits must not change while fibres are lit: run `orchestrrl fabric pause` first")
+            raise Permanent("the fabric must be paused while a walk lights fibres; run `orchestrrl fabric pause` first")
         site_reading = await self.reader.scan()
         findings = _Findings(reading_faults(await self._book(site_reading), site_reading))
         links = 0

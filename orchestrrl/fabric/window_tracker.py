@@ -275,8 +275,10 @@ class WindowTracker:
             and len(self.hosts) >= self._most_hosts
             and len(self.current_hosts()) >= self._most_hosts
         ):
-            limit = f"at most {self._most_hosts} hosts can be traced at a time (limits.nodes)"
-            raise LimitReached(f"hello.host: {limit}, got {shorten(name)} as one more")
+            raise LimitReached(
+                f"hello.host: cannot trace {shorten(name)}: at most {self._most_hosts} hosts can be traced at a time"
+                " (limits.nodes)"
+            )
         host = self.hosts.setdefault(name, TracedHost(name))
         if host.stream is not None:
             host.stream.put(None)

@@ -44,10 +44,12 @@ class Canceller:
         action = CancelRequests(tuple(requests), tuple(groups), reason or ASKED)
         named = (*action.requests, *action.groups)
         if not named or not all(named):
-            raise ProblemFaults([f"request_ids, group_ids: must contain non-empty ids, got {list(named)}"])
+            raise ProblemFaults(
+                [f"request_ids, group_ids: must contain at least one id and no empty ids, got {list(named)}"]
+            )
         orders = {node: self._order(node, action, ASKED) for node in self._nodes.gateways()}
         if not orders:
-            raise Permanent("no gateway is attached: see `orchestrrl status`")
+            raise Permanent("no gateway is attached; see `orchestrrl status`")
         collected = await answers(orders, self._clock, ANSWER_S)
         results = {node: result for node, result in collected.items() if result is not None}
         ended = [RequestId(item.id) for result in results.values() for item in result.items if item.done]

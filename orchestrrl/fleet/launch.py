@@ -174,7 +174,7 @@ def deployer_of(config: Config, clock: Clock) -> Deployer | None:
     except ProblemFaults as error:
         raise ProblemFaults([f"fleet.deployer.{fault}" for fault in error.faults]) from error
     except Permanent as error:
-        raise ProblemFaults([f"fleet.deployer.product: {error}, got {settings.product!r}"]) from error
+        raise ProblemFaults([f"fleet.deployer.product: cannot use {settings.product!r}: {error}"]) from error
     return deployer
 
 

@@ -194,7 +194,7 @@ class MembershipChanges:
         there = self._requests_on(engine)
         if there and not force:
             raise Permanent(
-                f"engine {engine} has {len(there)} requests: empty it with `orchestrrl engines drain {engine} --move"
+                f"engine {engine} has {len(there)} requests; empty it with `orchestrrl engines drain {engine} --move"
                 " --wait`, or use --force to move the requests that can move and let the others finish"
             )
         if there:

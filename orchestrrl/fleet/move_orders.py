@@ -33,14 +33,14 @@ def checked_move(snapshot: Snapshot, request: RequestId, to_engine: EngineId) ->
     if not found.movable:
         raise Permanent(f"request {request} cannot move: {found.movable_detail or 'its gateway does not allow it'}")
     if found.engine is None or found.engine == to_engine:
-        where = "held by its gateway" if found.engine is None else f"on {to_engine} already"
+        where = "held by its gateway" if found.engine is None else f"already on {to_engine}"
         raise Permanent(f"request {request} is {where}; nothing was moved")
     if engines[to_engine].health is not EngineHealth.OK:
         raise Permanent(f"engine {to_engine} is {engines[to_engine].health}: {engines[to_engine].health_detail}")
     if engines[to_engine].draining:
-        raise Permanent(f"engine {to_engine} is draining: run `orchestrrl engines drain {to_engine} --undo` first")
+        raise Permanent(f"engine {to_engine} is draining; run `orchestrrl engines drain {to_engine} --undo` first")
     if engines[to_engine].outdated:
-        raise Permanent(f"engine {to_engine} does not have the fleet's weights: see `orchestrrl barrier`")
+        raise Permanent(f"engine {to_engine} does not have the fleet's weights; see `orchestrrl barrier`")
     return RequestMove(request, found.engine, to_engine, state=found.state)
 
 

@@ -166,7 +166,7 @@ class PauseBarrier:
         state = self.state
         if state.lease is not None:
             raise Permanent(
-                f"requests are paused while weights change: the pause barrier is {state.phase}, {state.lease}"
+                f"requests are paused while weights change: the pause barrier is {state.phase}, held by {state.lease}"
             )
 
     # --- actions
@@ -205,7 +205,7 @@ class PauseBarrier:
         state = self.state
         lease = wish.lease(f"g{self._journal.generation}-{next(self._leases)}", self._clock.now_s())
         if not self._nodes.gateways() and state.lease is None:
-            raise Permanent("no gateway is attached, so the fleet cannot be paused: see `orchestrrl status`")
+            raise Permanent("no gateway is attached, so the fleet cannot be paused; see `orchestrrl status`")
         self._take(state.paused(lease), "pause")
         self._rests = {}
         pausing = self._pausing = FleetPause(lease, self, self._log, self._clock)
@@ -242,7 +242,7 @@ class PauseBarrier:
         if late:
             until = time_of_day(before.until_s)
             words = "; ".join(late)
-            raise Retryable(f"not every gateway has extended the lease; some may open at {until}: {words}", AGAIN_S)
+            raise Retryable(f"not every gateway has extended the lease: {words}; some may open at {until}", AGAIN_S)
         self.state.require_lease(lease_id)
         return self._fleet.weights
 

@@ -34,7 +34,7 @@ class PauseLease:
 
     def __post_init__(self) -> None:
         if not self.id:
-            raise ValueError("id must not be empty")
+            raise ValueError("the lease id must not be empty")
         if not self.began_s < self.quiet_by_s <= self.until_s:
             raise ValueError(
                 f"quiet_by_s must be after began_s and not after until_s, got {self.began_s}, {self.quiet_by_s},"
@@ -80,7 +80,7 @@ class PauseState:
 
     def __post_init__(self) -> None:
         if self.quiet and self.lease is None:
-            raise ValueError("quiet requires a lease")
+            raise ValueError("quiet must not be set without a lease")
         if list(self.left_out) != sorted(set(self.left_out)):
             raise ValueError(f"left_out must be sorted, without duplicates, got {self.left_out}")
         for version in (*self.versions.values(), *(() if self.newest is None else (self.newest,))):
@@ -115,7 +115,7 @@ class PauseState:
 
     def paused(self, lease: PauseLease) -> "PauseState":
         if self.lease is not None:
-            raise Permanent(f"the pause barrier is held by another: {self.lease}")
+            raise Permanent(f"the pause barrier is held by {self.lease}")
         return replace(self, lease=lease, quiet=False)
 
     def at_rest(self, lease_id: str) -> "PauseState":
@@ -194,11 +194,11 @@ class PauseState:
         if self.opened is not None and self.opened.lease == lease_id:
             how, since = self.opened.how.replace("_", " "), time_of_day(self.opened.at_s)
             raise Permanent(
-                f"lease {lease_id} has ended ({how}): requests have continued since {since}; weights that were changed"
-                " since then may be mixed"
+                f"lease {lease_id} has ended ({how}); requests have continued since {since}, and weights that were"
+                " changed since then may be mixed"
             )
-        now = f"the pause barrier is held by another: {self.lease}" if self.lease else "the pause barrier is open"
-        raise Permanent(f"lease {lease_id} is unknown or ended long ago: {now}")
+        now = f"the pause barrier is held by {self.lease}" if self.lease else "the pause barrier is open"
+        raise Permanent(f"lease {lease_id} is unknown or ended long ago; {now}")
 
     def hold(self, now_s: float, settle_s: float = 0.0) -> Hold | None:
         """Return why no request may be moved, or None if moves are allowed. For `settle_s` after the barrier opens,

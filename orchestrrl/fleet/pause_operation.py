@@ -156,7 +156,9 @@ class FleetPause(Description[PauseStep]):
             case PauseStepKind.ENGINES:  # later changes of the deployment wait for the pause barrier
                 while self._acts.turn.busy:
                     if self._clock.now_s() >= self.lease.quiet_by_s:
-                        raise Retryable("engines are being started or stopped", ANSWER_S)
+                        raise Retryable(
+                            "the fleet cannot be paused while engines are being started or stopped", ANSWER_S
+                        )
                     await self._clock.sleep(BUSY_POLL_S)
             case PauseStepKind.FINISH:  # an idle gateway must not freeze engines on which another's requests finish
                 await self._all_closed()
@@ -196,7 +198,7 @@ class FleetPause(Description[PauseStep]):
         try:
             await within(self._clock, left_s, self._closed())
         except Permanent:
-            raise self._not_at_rest("deadline exceeded") from None
+            raise self._not_at_rest("the pause deadline has passed") from None
         return [order.result() for order in self._orders.values()]
 
     async def _closed(self) -> None:

@@ -386,8 +386,10 @@ class FleetState:
         most = CLAIMS_PER_ENGINE * self._capacity.engines
         is_new = (report.agent, report.engine) not in self._claims
         if is_new and sum(claim.rank == 1 for claim in self._claims.values()) >= most:
-            limit = f"agents can use at most {most} names for engines ({CLAIMS_PER_ENGINE} times limits.engines)"
-            raise LimitReached(f"engine_id: {limit}, got {shorten(report.engine)} in addition")
+            raise LimitReached(
+                f"engine_id: cannot add {shorten(report.engine)}: agents can use at most {most} names for engines"
+                f" ({CLAIMS_PER_ENGINE} times limits.engines)"
+            )
         self._make_room(frozenset({self._names.engine(report.agent, report.engine)}), None, now_s)
 
     def check_gateway_report(self, report: GatewayReport, now_s: float) -> None:
@@ -395,8 +397,10 @@ class FleetState:
         others = [record for node, record in self._live_gateways(now_s).items() if node != report.gateway]
         count = sum(len(record.in_flight) for record in others) + len(report.in_flight)
         if count > self._capacity.requests:
-            limit = f"must be <= {self._capacity.requests} requests over all gateways (limits.requests)"
-            raise LimitReached(f"in_flight: {limit}, got {len(report.in_flight)}, {count} in total")
+            raise LimitReached(
+                f"in_flight: must be <= {self._capacity.requests} requests over all gateways (limits.requests),"
+                f" got {count}, of which {len(report.in_flight)} are on this gateway"
+            )
         self._make_room(self._meant(report.gateway, engines_of(report), report.engines or ()), report.gateway, now_s)
 
     def check_hello(self, hello: NodeHello, now_s: float) -> None:

@@ -104,7 +104,7 @@ class GatewayClient:
             server = self._next_server(without_gateway=spurned)
             if server is None or failures > len(self._engines) + 1:
                 if waited_s >= self._patience.unreachable_s:
-                    raise Retryable(f"neither {self._gateway.url} nor any engine answers", delay_s)
+                    raise Retryable(f"neither the gateway {self._gateway.url} nor any engine responds", delay_s)
                 await asyncio.sleep(delay_s)
                 waited_s, delay_s = waited_s + delay_s, min(self._patience.probe_cap_s, delay_s * 2)
                 spurned, failures = False, 0
@@ -168,7 +168,7 @@ class GatewayClient:
             await asyncio.wait({asking, losing}, return_when=asyncio.FIRST_COMPLETED)
             if asking.done():
                 return asking.result()
-            raise _Gone("does not answer any longer")
+            raise _Gone("the server no longer responds")
         finally:
             await stop(asking, losing)
 
@@ -184,8 +184,8 @@ class GatewayClient:
             return answer
         message = answer.get("error", answer) if isinstance(answer, dict) else answer
         if response.status >= 500 or response.status in busy or not isinstance(answer, dict):
-            raise _Gone(f"{response.status}: {message}", answered=True)
-        raise RequestRefused(f"{server.url}{path}: {response.status}: {message}", response.status, answer)
+            raise _Gone(f"HTTP status {response.status}: {message}", answered=True)
+        raise RequestRefused(f"{server.url}{path}: HTTP status {response.status}: {message}", response.status, answer)
 
     async def _wait_for(self, gateway: _Server) -> None:
         """Wait up to `restart_s` until the gateway is reachable again."""
@@ -214,7 +214,7 @@ class GatewayClient:
             silent = 0 if await self._health(gateway) is not None else silent + 1
             if silent >= self._patience.silent_probes:
                 silent = 0
-                self._lose(gateway, "it does not answer any longer")
+                self._lose(gateway, "it no longer responds")
                 gateway.lost.set()
 
     async def _until_back(self, server: _Server) -> None:

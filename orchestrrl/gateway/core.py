@@ -245,7 +245,7 @@ class Gateway:
         relay = self.relays.get(move.request)
         target = self.fleet.get(move.to_engine)
         if not self.fleet.barrier_open:
-            raise MoveRefused("the pause barrier is closed")
+            raise MoveRefused("requests cannot move while the pause barrier is closed")
         if relay is None:
             ended = self.has_request(move.request)
             raise MoveRefused("the request finished before the move" if ended else "no such request")

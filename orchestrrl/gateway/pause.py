@@ -115,9 +115,9 @@ class GatewayPause:
             left_s = held.lease_until_s - now_s
             raise Permanent(f"{held.holder or 'another client'} keeps the pause barrier closed for {left_s:.3g} s more")
         if order.lease in self._ended:
-            raise Permanent("this lease has ended: requests have continued since, and weights may be mixed")
+            raise Permanent(f"lease {order.lease} has ended; requests have continued since, and weights may be mixed")
         if order.lease_until_s <= now_s:
-            raise Permanent(f"the lease ended {now_s - order.lease_until_s:.3g} s ago")
+            raise Permanent(f"lease {order.lease} ended {now_s - order.lease_until_s:.3g} s ago")
         if held is not None:
             self.renew(order.lease, order.lease_until_s)
         else:
@@ -138,7 +138,7 @@ class GatewayPause:
         """Set a new end time for the lease. Raises Permanent if the pause barrier is not closed under this lease."""
         if self.closed is None or self.closed.lease != lease:
             because = self.opened_because or "it was never closed"
-            raise Permanent(f"the pause barrier is not closed under this lease: {because}")
+            raise Permanent(f"the pause barrier is not closed under lease {lease}: {because}")
         self.closed = replace(self.closed, lease_until_s=until_s)
 
     async def _come_to_rest(self, order: CloseBarrier) -> None:
@@ -241,10 +241,12 @@ class GatewayPause:
         """
         self._named(order.without, "without: ")
         if order.lease and order.lease in self._ended:
-            ended = f"this lease has ended ({self.opened_because})"
-            raise Permanent(f"{ended}: requests have continued since, and weights may be mixed")
+            raise Permanent(
+                f"lease {order.lease} has ended ({self.opened_because}); requests have continued since, and weights may"
+                " be mixed"
+            )
         if order.lease and (self.closed is None or self.closed.lease != order.lease):
-            raise Permanent("the pause barrier is not closed under this lease")
+            raise Permanent(f"the pause barrier is not closed under lease {order.lease}")
         if self.closed is None:
             for backend in self._fleet:
                 backend.paused = True
@@ -412,7 +414,7 @@ class GatewayPause:
         found = {engine: backend for engine in engines if (backend := self._fleet.get(engine)) is not None}
         if unknown := [engine for engine in engines if engine not in found]:
             known = ", ".join(backend.id for backend in self._fleet) or "none"
-            raise Permanent(f"{path}unknown engine {', '.join(map(repr, unknown))}; known: {known}")
+            raise Permanent(f"{path}unknown engine {', '.join(map(repr, unknown))}; engines of this gateway: {known}")
         return list(found.values())
 
     # --- inside ------------------------------------------------------------------------------------------------------

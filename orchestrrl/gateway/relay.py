@@ -182,9 +182,9 @@ class RequestRelay:
         if self.record.done:
             raise MoveRefused("the request finished before the move")
         if self.backend is not None or self._move is not None:
-            raise MoveRefused("the request is between two engines")
+            raise MoveRefused("the request is changing engines; try again later")
         if engine in self._refused_by:
-            raise MoveRefused(f"{engine} refused the request")
+            raise MoveRefused(f"engine {engine} has already refused the request")
         self._check_long_enough(target)
         if hold_s <= 0 and engine not in self._fleet.expected:
             self._check_takes_requests(engine, target)
@@ -210,12 +210,15 @@ class RequestRelay:
     def _check_takes_requests(self, engine: EngineId, target: EngineBackend | None) -> None:
         if target is None or not target.usable:
             suspected = "" if target is None else target.suspect_because
-            raise MoveRefused(f"{engine} accepts no requests: {suspected or 'it is draining or not in the routes'}")
+            raise MoveRefused(
+                f"engine {engine} accepts no requests: {suspected or 'it is draining or not in the routes'}"
+            )
 
     def _check_long_enough(self, target: EngineBackend | None) -> None:
         if target is not None and self._ends_early_on(target):
-            longest = f"the context length of {target.id}, {target.context_limit_tokens:g} tokens"
-            raise MoveRefused(f"the request may exceed {longest}")
+            raise MoveRefused(
+                f"the request may exceed the context length of {target.id}, {target.context_limit_tokens:g} tokens"
+            )
 
     def _ends_early_on(self, target: EngineBackend) -> bool:
         """Return whether the target's context limit might end the answer earlier than the current engine's limit."""
@@ -233,7 +236,7 @@ class RequestRelay:
         if self._move is not None:
             raise MoveRefused(f"the request is already being moved to {self._move.target.id}")
         if self.backend is None or self._pump_task is None or self._pump_task.done():
-            raise MoveRefused("the request is between two engines")
+            raise MoveRefused("the request is changing engines; try again later")
         if record.fixed_because:
             raise MoveRefused(f"the request cannot continue on another engine: {record.fixed_because}")
 

@@ -113,7 +113,7 @@ async def test_process_known_only_by_its_output_is_listed_and_stopped(tmp_path: 
     (found,) = await fleet.deployer().list_engines()
     assert (found.engine, found.life, found.spec, found.gpus) == (ENGINE, EngineLife.ENDED, None, ())
     assert "record was lost" in found.detail
-    with pytest.raises(Permanent, match="e0 exists already"):
+    with pytest.raises(Permanent, match="e0 already exists"):
         await deployer.start(spec())
     await deployer.stop(ENGINE)
     assert gone(worker)

@@ -69,7 +69,7 @@ def layout_named(name: str) -> Parallelism:
     if min(tp, dp, ep) < 1:
         raise ValueError("must have sizes of at least 1")
     if ep not in (1, tp * dp):
-        raise ValueError("experts are spread over all of an engine's GPUs or not at all: ep must be 1 or tp x dp")
+        raise ValueError(f"must have ep 1, or ep {tp * dp} to spread the experts over all of the engine's GPUs")
     return Parallelism(tp=tp, dp=dp, ep=ep)
 
 
@@ -93,7 +93,7 @@ def import_profile(
         except ValueError as error:
             left_out.append(f"{identifier(layout)}: {error}")
     if not engines:
-        raise Permanent("no layout can be imported: " + "; ".join(left_out))
+        raise Permanent(f"no layout can be imported: {'; '.join(left_out)}")
     return Profile(vendor.model, vendor.system, vendor.backend, tidy(tuple(engines)), tidy(moves)), left_out
 
 
@@ -133,7 +133,7 @@ def step_table(handle: ImportHandle, layout: Parallelism, rank_tokens: int, max_
                 step_s = handle.decode_step_latency(batch, context, 2) / 1e3
                 samples.append(StepSample(batch * layout.dp, batch * context * layout.dp, step_s))
     if not samples:
-        raise ValueError(f"no batch of the grid fits in its KV cache of {rank_tokens} tokens")
+        raise ValueError(f"no batch of the grid fits in the KV cache of {rank_tokens} tokens per rank")
     return samples
 
 
@@ -176,7 +176,12 @@ class Aiconfigurator:
         self._version = self._database.get_latest_database_version(system, backend)
         if self._version is None:
             known = sorted(self._database.get_supported_databases())
-            raise ProblemFaults([f"--system: has no data for {backend} (known: {', '.join(known)}), got {system!r}"])
+            raise ProblemFaults(
+                [
+                    f"--system: must be a system with data for {backend}, got {system!r}; systems with data"
+                    f" for any backend: {', '.join(known)}"
+                ]
+            )
         self.model, self.system, self.backend = model, system, backend
         self._precision = {"gemm_quant_mode": precision, "moe_quant_mode": precision} if precision else {}
         package = version(PACKAGE)

@@ -205,7 +205,9 @@ class _Run:
         try:
             rate, _ = fit_rate(prefill)
         except TooFewSamples as error:
-            raise Permanent(f"{self._engine.url}: {error}; its longest context is too short to measure") from None
+            raise Permanent(
+                f"{self._engine.url}: {error}; the engine's longest context is too short to measure"
+            ) from None
         point_s = min(POINT_S, 0.5 * self._wanted.budget_s / len(points))
         self._decode_s = 2 * point_s
         samples: list[StepSample] = []
@@ -255,7 +257,8 @@ class _Run:
             point_s = self._decode_s if samples else max(self._decode_s, wanted.budget_s)
             enough_s = math.ceil(2 * wanted.budget_s + ENOUGH_POINTS * point_s)
             raise Permanent(
-                f"{error}; raise --budget-s from {wanted.budget_s:g} to about {enough_s}{left_out}"
+                f"cannot fit the step times: {error}; raise --budget-s from {wanted.budget_s:g} to about"
+                f" {enough_s}{left_out}"
             ) from None
         rate, prefill_error = fit_rate(prefill)
         detail = f"{self._engine.url}, {capabilities.engine} {capabilities.version}".rstrip()
@@ -290,7 +293,9 @@ class _Run:
                 continue
             self._vocabulary = size
             return
-        raise Permanent(f"{self._engine.url} refused every one-token prompt that was tried")
+        raise Permanent(
+            f"{self._engine.url} refused one-token prompts with the token ids {[size - 1 for size in VOCABULARIES]}"
+        )
 
     async def _prefill(self) -> list[TimedSample]:
         """Measure the time to the first token for several prompt lengths. The times include a constant overhead, which
@@ -398,7 +403,7 @@ class _Run:
             if chunk.token_ids:
                 stream.arrived.append((self._clock.now_s(), stream.tokens + len(chunk.token_ids)))
         if not stream.arrived:
-            raise Permanent(f"{self._engine.url}: a request ended without a token")
+            raise Permanent(f"{self._engine.url}: request {stream.id} ended without a token")
 
     async def _stop(self, streams: Sequence[_Stream]) -> None:
         """Close these streams, abort their requests on the engine, and wait up to `QUIET_WITHIN_S` until the engine is

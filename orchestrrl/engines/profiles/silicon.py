@@ -100,7 +100,7 @@ def parse_silicon(text: str) -> SiliconData:
         faults = list(_header_faults(header))
         rows = [] if faults else list(reader)
     except csv.Error as error:
-        raise ProblemFaults([f"(document): is not a CSV file: {error}, got line {reader.line_num}"]) from error
+        raise ProblemFaults([f"(document): line {reader.line_num} is not valid CSV: {error}"]) from error
     if not faults and not rows:
         faults = ["(document): has no rows, got a header only"]
     for number, row in enumerate(rows, start=1):
@@ -154,11 +154,11 @@ def _number_fault(column: str, text: str) -> str:
 def _deployment(number: int, row: dict[str, str]) -> MeasuredDeployment:
     missing = [column for column in NEEDED if not row[column].strip()]
     if missing:
-        raise NotModelled(f"missing: {', '.join(missing)}")
+        raise NotModelled(f"the row has no value for {', '.join(missing)}")
     texts = {name: row[name].strip() for name in TEXTS}
     numbers = {name: float(row[name]) for name in COLUMNS if name not in TEXTS and row[name].strip()}
     if numbers.get("pp_size", 1) > 1:
-        raise NotModelled(f"pipeline parallelism is not supported, pp_size is {numbers['pp_size']:g}")
+        raise NotModelled(f"pipeline parallelism is not supported: pp_size must be 1, got {numbers['pp_size']:g}")
     model = model_named(texts["model_path"])
     constants_of(prior_values(), texts["backend"])  # raises if the backend is unknown
     return MeasuredDeployment(
@@ -184,7 +184,7 @@ def _precision(model: Model, texts: dict[str, str]) -> Precision:
     the model keeps its published precision."""
     mode = (texts["gemm_quant_mode"] or texts["precision"]).lower()
     if mode not in WEIGHT_BITS:
-        raise NotModelled(f"unknown quantisation {mode!r}, known: {', '.join(filter(None, WEIGHT_BITS))}")
+        raise NotModelled(f"the quantisation must be one of {', '.join(filter(None, WEIGHT_BITS))}, got {mode!r}")
     bits = WEIGHT_BITS[mode]
     if bits is None:
         bits = 8.0 if "fp8" in texts["model_path"].lower() else model.weight_bits

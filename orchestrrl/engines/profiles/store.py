@@ -49,7 +49,7 @@ FIGURES = (
 
 def _increasing(xs: tuple[float, ...]) -> tuple[float, ...]:
     if not xs or any(later <= sooner for sooner, later in pairwise(xs)):
-        raise ValueError("must increase and have at least one entry")
+        raise ValueError("must have at least one entry, in strictly increasing order")
     return xs
 
 
@@ -84,7 +84,7 @@ class _CurveSection(Section):
     @model_validator(mode="after")
     def _one_each(self) -> Self:
         if len(self.sizes) != len(self.seconds):
-            raise ValueError(f"must have equally many seconds and sizes, got {len(self.seconds)} and {len(self.sizes)}")
+            raise ValueError(f"must have as many seconds ({len(self.seconds)}) as sizes ({len(self.sizes)})")
         return self
 
     def value(self) -> Curve:
@@ -127,7 +127,7 @@ class ProfileEngineSection(Section):
     def _of_figures(cls, others: dict[str, ProvenanceSection]) -> dict[str, ProvenanceSection]:
         unknown = sorted(set(others) - set(FIGURES))
         if unknown:
-            raise ValueError(f"unknown figure {', '.join(unknown)} (known: {', '.join(FIGURES)})")
+            raise ValueError(f"must contain only {', '.join(FIGURES)}, not {', '.join(unknown)}")
         return others
 
     def value(self) -> EngineProfile:

@@ -93,7 +93,8 @@ class RouterDriver(FromOptions):
             taken = [change for change in todo if change.prefix in before.foreign]
             if taken:
                 raise Permanent(
-                    f"{self.router}: nothing sent, foreign routes to {', '.join(sorted(c.prefix for c in taken))}"
+                    f"{self.router}: nothing was sent, because foreign routes exist for"
+                    f" {', '.join(sorted(c.prefix for c in taken))}"
                 )
             if not todo and before.idle.isdisjoint(change.prefix for change in changes):
                 return AppliedRoutes(tuple(changes), (), 0)
@@ -164,7 +165,7 @@ class RouterDriver(FromOptions):
             if (largest := max(hop.weight for hop in route.next_hops)) > can.max_weight:
                 wrong.append(f"{route.prefix}: weights must be <= {can.max_weight}, got {largest}")
         if wrong:
-            raise Permanent(f"{self.router}: nothing sent: {'; '.join(wrong)}")
+            raise Permanent(f"{self.router}: nothing was sent: {'; '.join(wrong)}")
 
     async def _read_routes(self) -> RouteReading:
         return await self._command("read routes", self._wire.read_routes())
@@ -177,7 +178,9 @@ class RouterDriver(FromOptions):
             try:
                 now = await self._read_routes()
             except OrchestrRLError as error:
-                raise OutcomeUnknown(f"routes were sent ({why}), then the router could not be read: {error}") from error
+                raise OutcomeUnknown(
+                    f"routes were sent ({why}), but the router could not be read afterwards: {error}"
+                ) from error
             missing = tuple(
                 change
                 for change in changes
@@ -200,7 +203,7 @@ class RouterDriver(FromOptions):
         except (Permanent, OutcomeUnknown) as error:
             raise type(error)(f"{self.router}: {name}: {error}") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise Permanent(f"{self.router}: {name}: the answer is malformed: {error!r}") from error
+            raise Permanent(f"{self.router}: {name}: the response is malformed: {error!r}") from error
 
     @asynccontextmanager
     async def _writing(self) -> AsyncIterator[None]:

@@ -58,7 +58,7 @@ class FrrWire(LinuxHost):
         ours, foreign = await self._configured()
         answer = await self._vtysh("zebra", "show ip route static json")
         if answer.status:
-            raise Retryable(f"vtysh: {answer.error_text}", RETRY_S)
+            raise Retryable(f"vtysh failed: {answer.error_text}", RETRY_S)
         installed = _installed(json.loads(answer.out or "{}"), self._options.tag)
         idle = frozenset(prefix for prefix, ways in ours.items() if ways != installed.get(prefix))
         routes = (PacketRoute.of(prefix, dict.fromkeys(ways, 1)) for prefix, ways in ours.items())
@@ -68,7 +68,7 @@ class FrrWire(LinuxHost):
         """Return the (gateway, interface) pairs of the driver's static routes by prefix, and the foreign prefixes."""
         answer = await self._vtysh("staticd", "show running-config staticd")
         if answer.status or "Current configuration" not in answer.out:
-            raise Retryable(f"vtysh: {answer.error_text}", RETRY_S)
+            raise Retryable(f"vtysh failed: {answer.error_text}", RETRY_S)
         ours: dict[str, set[tuple[str, str]]] = {}
         foreign = set()
         for line in _default_vrf(answer.out):
@@ -91,9 +91,9 @@ class FrrWire(LinuxHost):
         answer = await self._vtysh("staticd", "configure terminal", *come, *go, is_setter=True)
         refused = [line.strip() for line in (answer.out + answer.err).splitlines() if line.startswith("%")]
         if UNREACHABLE.search(answer.out + answer.err):
-            raise OutcomeUnknown(f"vtysh: {answer.error_text}")
+            raise OutcomeUnknown(f"vtysh failed: {answer.error_text}")
         if refused or answer.status:
-            raise Permanent(f"vtysh: {' | '.join(refused) or answer.error_text}")
+            raise Permanent(f"vtysh failed: {' | '.join(refused) or answer.error_text}")
 
     def _line(self, prefix: str, gateway: str, interface: str) -> str:
         distance = f" {self._options.distance}" if self._options.distance != 1 else ""

@@ -123,14 +123,14 @@ class LinuxHost:
     async def show(self, *command: str) -> list[Any]:
         answer = await self.shell.run("ip", "-json", *command)
         if answer.status:
-            raise Permanent(f"ip {' '.join(command)}: {answer.error_text}")
+            raise Permanent(f"ip {' '.join(command)} failed: {answer.error_text}")
         # `ip -json` prints nothing for an empty result.
         try:
             rows = json.loads(answer.out or "[]")
         except ValueError as error:
-            raise OutcomeUnknown(f"ip {' '.join(command)}: not JSON: {answer.out[:200]!r}") from error
+            raise OutcomeUnknown(f"ip {' '.join(command)}: the output is not JSON: {answer.out[:200]!r}") from error
         if not isinstance(rows, list):
-            raise OutcomeUnknown(f"ip {' '.join(command)}: not a list: {answer.out[:200]!r}")
+            raise OutcomeUnknown(f"ip {' '.join(command)}: the output is not a JSON list: {answer.out[:200]!r}")
         return rows
 
     async def batch(self, lines: list[str], *options: str) -> None:

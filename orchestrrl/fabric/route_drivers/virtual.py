@@ -113,12 +113,15 @@ class VirtualRouterWire:
         self.sends += 1
         pending = self._device.pending.pop(0) if self._device.pending else None
         if pending is RouterFaultKind.DROP_COMMAND:
-            raise OutcomeUnknown("the connection broke")
+            raise OutcomeUnknown("the connection to the router was closed")
         refused = [change for change in changes if not self._take(change)]
         if pending is RouterFaultKind.DROP_CONNECTION:
-            raise OutcomeUnknown("the connection broke")
+            raise OutcomeUnknown("the connection to the router was closed")
         if refused:
-            raise Permanent(f"NO SUCH INTERFACE OR NO SIGNAL: {', '.join(map(str, refused))}")
+            raise Permanent(
+                f"cannot set routes over an interface that does not exist or has no signal:"
+                f" {', '.join(map(str, refused))}"
+            )
 
     def _take(self, change: RouteChange) -> bool:
         """Apply a change if all of its next hops use existing interfaces, as a kernel does. Return whether the change

@@ -138,5 +138,5 @@ def check_same(spec: EngineSpec, there: DeployedInstance) -> DeployedInstance:
     spec."""
     if there.spec != spec:
         held = f"{there.configuration or 'an unknown configuration'} on GPUs {list(there.gpus)}"
-        raise Permanent(f"engine {spec.engine} exists already with another spec: {held}")
+        raise Permanent(f"engine {spec.engine} already exists with other settings: {held}")
     return there

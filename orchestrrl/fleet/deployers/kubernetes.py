@@ -108,7 +108,7 @@ class KubernetesDeployer(FixedGpusDeployer):
             base.check_same(spec, objects.instance_of(made))
             return
         if made is not None or pods:
-            raise Retryable(f"engine {spec.engine} is still being removed", RETRY_AFTER_S)
+            raise Retryable(f"engine {spec.engine} cannot be started yet: it is still being removed", RETRY_AFTER_S)
         base.check_free(spec.engine, spec.gpus, _gpus_by_engine(everyone))
         kind = reading.workloads_path(self._options.namespace, wanted["apiVersion"])
         try:

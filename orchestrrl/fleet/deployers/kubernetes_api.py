@@ -104,7 +104,7 @@ class KubernetesApi:
             response = await connected.call_api(*request, _request_timeout=limit)
             content: bytes = await response.read()
         except aiohttp.ClientSSLError as error:
-            raise Permanent(f"cannot verify the Kubernetes API server: {error}") from error
+            raise Permanent(f"cannot establish a TLS connection to the Kubernetes API server: {error}") from error
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise Retryable(f"the Kubernetes API server cannot be reached: {error}", RETRY_AFTER_S) from error
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -130,8 +130,10 @@ class KubernetesApi:
                     persist_config=False,
                 )
         except (config.ConfigException, OSError, ValueError) as error:
-            where = "no kubeconfig is given" if self._kubeconfig is None else self._kubeconfig
-            raise Permanent(f"cannot configure access to Kubernetes: {where}: {error}") from error
+            where = (
+                "the pod's service account, as no kubeconfig is set" if self._kubeconfig is None else self._kubeconfig
+            )
+            raise Permanent(f"cannot configure access to Kubernetes with {where}: {error}") from error
         return client.ApiClient(configuration=settings)
 
 

@@ -83,10 +83,10 @@ class KubernetesOptions(Section):
         if unknown:
             raise ValueError(f"must contain only `metadata` and `spec`, not {', '.join(unknown)}")
         if not all(isinstance(part, dict) for part in template.values()):
-            raise ValueError("must contain objects as `metadata` and `spec`")
+            raise ValueError("must contain only objects as `metadata` and `spec`")
         taken = [name for name in OURS if name in template.get("spec", {})]
         if taken:
-            raise ValueError(f"must not set {', '.join(taken)}")
+            raise ValueError(f"must not set {', '.join(taken)}, which the deployer sets")
         return template
 
 

@@ -100,7 +100,7 @@ class LocalDeployer:
         lines, faults = render(spec, self._launch), []
         nodes = sorted({line.node for line in lines})
         if nodes != [0] and self._launch.engine is not EngineProduct.SIMULATED:
-            raise Permanent(f"deployer local starts engines only on node 0, which is this machine, got nodes {nodes}")
+            raise Permanent(f"the local deployer starts engines only on this machine: nodes must be [0], got {nodes}")
         if shutil.which(lines[0].argv[0]) is None:
             faults.append(f"fleet.launch.python: must be a program of this machine, got {lines[0].argv[0]!r}")
         if spec.weights and not Path(spec.weights).is_dir():
@@ -124,7 +124,7 @@ class LocalDeployer:
         finally:
             self._stopping[engine] -= 1
         pids = [found.process.pid for found in left]
-        raise OutcomeUnknown(f"engine {engine}: processes {pids} do not end on SIGKILL")
+        raise OutcomeUnknown(f"engine {engine}: processes {pids} did not end after SIGKILL")
 
     async def status(self, engine: EngineId) -> DeployedInstance | None:
         running = await asyncio.to_thread(self._running, engine)
@@ -161,7 +161,7 @@ class LocalDeployer:
                 seen = self._scan()
                 held = seen.get(spec.engine)
                 if held is not None and self._stopping[spec.engine]:
-                    raise Retryable(f"engine {spec.engine} is being stopped", LATER_S)
+                    raise Retryable(f"engine {spec.engine} cannot be started yet: it is being stopped", LATER_S)
                 if held is not None and not held.cut_short:
                     there = base.check_same(spec, self._deployed(held))
                     if held.record is None or held.record.leaders:
@@ -174,7 +174,7 @@ class LocalDeployer:
                     self._clear(held)
                 return self._deployed(self._spawn(spec))
         except OSError as error:
-            raise Retryable(f"engine {spec.engine}: {error}", LATER_S) from error
+            raise Retryable(f"engine {spec.engine} cannot be started: {error}", LATER_S) from error
 
     def _check_gpus(self, spec: EngineSpec, seen: Mapping[EngineId, _Seen]) -> None:
         records = [each.record for each in seen.values() if each.record is not None and not each.record.lent]
@@ -191,7 +191,7 @@ class LocalDeployer:
             time.sleep(POLL_S)
             found = self._processes_of(held.engine)
             if found and time.monotonic() > deadline_s:
-                raise Retryable(f"engine {held.engine}: its remaining processes do not end on SIGKILL", FORCE_S)
+                raise Retryable(f"engine {held.engine}: its remaining processes did not end after SIGKILL", FORCE_S)
 
     def _exit_status(self, leader: tuple[int, float]) -> int | None:
         """Return the exit status of a child process of this process, or None if it runs or is not a child. The status
@@ -217,7 +217,7 @@ class LocalDeployer:
             except OSError as error:
                 self._clear(_Seen(spec.engine, record, self._processes_of(spec.engine)))
                 self._records.remove(spec.engine)
-                raise Permanent(f"engine {spec.engine}: {lines[0].argv[0]}: {error.strerror}") from error
+                raise Permanent(f"engine {spec.engine}: cannot run {lines[0].argv[0]}: {error.strerror}") from error
         return self._noted(replace(record, leaders=tuple(spawned)), self._processes_of(spec.engine))
 
     def _noted(self, record: EngineRecord, found: Sequence[FoundProcess]) -> _Seen:
@@ -265,7 +265,7 @@ class LocalDeployer:
             seen = self._scan()
             held = seen.get(engine)
             if held is None or held.record is None:
-                raise Permanent(f"engine {engine} cannot lend its GPUs: it has no record")
+                raise Permanent(f"engine {engine} cannot lend its GPUs: the deployer has no record of it")
             if not lent:
                 self._check_gpus(held.record.spec, seen)
             if held.record.lent != lent:
@@ -278,7 +278,7 @@ class LocalDeployer:
             seen = self._scan()
             held = seen.get(spec.engine)
             if held is None or held.record is None or held.cut_short:
-                raise Permanent(f"engine {spec.engine} cannot be scaled: it does not run")
+                raise Permanent(f"engine {spec.engine} cannot be scaled: it is not running")
             self._check_gpus(spec, seen)
             return self._deployed(self._noted(replace(held.record, spec=spec), held.found))
 

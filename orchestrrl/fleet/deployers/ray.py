@@ -92,7 +92,9 @@ class RayDeployer(FixedGpusDeployer):
         del clock  # Ray's time is real
         self._options = base.read_options(RayOptions, options)
         if self._options.python is None and find_spec("ray") is None:
-            raise Permanent("deployer ray requires ray: pip install 'orchestrrl[ray]', or set `python`")
+            raise Permanent(
+                "Ray is not installed; run `pip install 'orchestrrl[ray]'` or set `fleet.deployer.options.python`"
+            )
         self._launch = launch
         self._driver = RayDriver(
             self._options.python or sys.executable,
@@ -127,7 +129,9 @@ class RayDeployer(FixedGpusDeployer):
             try:
                 deployed = await self._start(spec, parts)
             except RayConnectionLost as error:
-                raise OutcomeUnknown(f"engine {spec.engine}: Ray was lost during its start: {error}") from error
+                raise OutcomeUnknown(
+                    f"engine {spec.engine}: the connection to Ray was lost during the start: {error}"
+                ) from error
             finally:
                 del self._starting[spec.engine]
         self._seen[spec.engine] = deployed
@@ -168,7 +172,7 @@ class RayDeployer(FixedGpusDeployer):
         try:
             await self._driver.call("stop", self._stop_limit_s, engine=engine)
         except RayConnectionLost as error:
-            raise OutcomeUnknown(f"engine {engine}: Ray was lost while it was stopped: {error}") from error
+            raise OutcomeUnknown(f"engine {engine}: the connection to Ray was lost during the stop: {error}") from error
         self._seen.pop(engine, None)
 
     async def status(self, engine: EngineId) -> DeployedInstance | None:
@@ -177,7 +181,7 @@ class RayDeployer(FixedGpusDeployer):
         except (RayConnectionLost, Retryable) as error:
             if engine in self._seen:
                 return replace(self._seen[engine], life=EngineLife.UNKNOWN, detail=str(error))
-            raise Retryable(f"engine {engine}: {error}", RETRY_AFTER_S) from error
+            raise Retryable(f"engine {engine}: its state cannot be read: {error}", RETRY_AFTER_S) from error
         if found is None:
             self._seen.pop(engine, None)
             return None
@@ -187,7 +191,7 @@ class RayDeployer(FixedGpusDeployer):
         try:
             found = await self._driver.call("list_engines", self._poll_limit_s)
         except RayConnectionLost as error:
-            raise Retryable(f"Ray was lost: {error}", RETRY_AFTER_S) from error
+            raise Retryable(f"the connection to Ray was lost: {error}", RETRY_AFTER_S) from error
         self._seen.clear()
         return tuple(self._noted(state) for state in found)
 
@@ -207,7 +211,10 @@ class RayDeployer(FixedGpusDeployer):
         nodes, last = self._options.nodes or self._launch.nodes, max(part["node"] for part in parts)
         if nodes and last >= len(nodes):
             known = ", ".join(nodes)
-            raise Permanent(f"engine {spec.engine}: node {last} of the fleet has no address; known: {known}")
+            raise Permanent(
+                f"engine {spec.engine}: node {last} of the fleet has no address; list all nodes in"
+                f" `fleet.deployer.options.nodes`, got {known}"
+            )
         return parts
 
     def _noted(self, state: Mapping[str, Any]) -> DeployedInstance:
@@ -297,12 +304,12 @@ class RayDriver:
         try:
             await self._exchange("open", self._connect_within_s, {"settings": dict(self._settings)})
         except RayConnectionLost as error:
-            raise Retryable(f"no connection to Ray: {error}; see {self._log_path}", RETRY_AFTER_S) from error
+            raise Retryable(f"cannot connect to Ray: {error}; see {self._log_path}", RETRY_AFTER_S) from error
 
     async def _exchange(self, name: str, limit_s: float, arguments: Mapping[str, Any]) -> Any:
         process, number = self._process, next(self._numbers)
         if process is None or process.stdin is None:
-            raise RayConnectionLost("the driver was closed")
+            raise RayConnectionLost("the Ray driver was closed")
         future = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
@@ -311,9 +318,9 @@ class RayDriver:
             answer = await asyncio.wait_for(future, limit_s)
         except TimeoutError:
             await _kill(process)
-            raise RayConnectionLost(f"`{name}` took longer than {limit_s:g} s") from None
+            raise RayConnectionLost(f"the call `{name}` took longer than {limit_s:g} s") from None
         except OSError as error:
-            raise RayConnectionLost(f"the driver has ended: {error}") from error
+            raise RayConnectionLost(f"the Ray driver has ended: {error}") from error
         finally:
             self._waiting.pop(number, None)
         if (refusal := answer.get("error")) is None:
@@ -331,7 +338,7 @@ class RayDriver:
         await process.wait()
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(RayConnectionLost(f"the driver has ended with status {process.returncode}"))
+                future.set_exception(RayConnectionLost(f"the Ray driver has ended with status {process.returncode}"))
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:

@@ -61,7 +61,7 @@ class RayCluster:
         try:
             ray.init(address=address, namespace=self._namespace, log_to_driver=False, logging_level=logging.WARNING)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-            raise RayRefusal("retryable", f"no Ray cluster at {address}: {error}") from error
+            raise RayRefusal("retryable", f"cannot connect to a Ray cluster at {address}: {error}") from error
         return {"version": ray.__version__}
 
     # Start, in two calls: the command lines can only be rendered once the place is known.
@@ -205,7 +205,9 @@ class RayCluster:
         if record is None and engine not in self._groups() and not self._named(engine):
             return
         if not self._clear(engine):
-            raise RayRefusal("unknown", f"engine {engine}: a node does not answer, so its processes may still run")
+            raise RayRefusal(
+                "unknown", f"engine {engine}: its processes may still run, because a node does not respond"
+            )
 
     def _clear(self, engine: str) -> bool:
         """Remove the engine's processes, actors and placement group, then its record, and return True. If its processes
@@ -295,12 +297,14 @@ class RayCluster:
         if waiting:
             behind = [seat for seat, call in zip(seats, calls, strict=True) if call in waiting]
             where = ", ".join(sorted({f"bundle {seat['bundle']} on {seat['address']}" for seat in behind}))
-            raise RayRefusal("retryable", f"engine {engine}: Ray starts no actor in {where}, perhaps in use")
+            raise RayRefusal(
+                "retryable", f"engine {engine}: Ray did not start an actor in {where}, which may be in use"
+            )
         places: list[Json] = []
         try:
             answers = ray.get(calls)
         except RayTaskError as error:
-            raise RayRefusal("retryable", f"engine {engine}: {error.cause}") from error
+            raise RayRefusal("retryable", f"engine {engine} cannot be started: {error.cause}") from error
         for seat, found in zip(seats, answers, strict=True):
             if seat["seat"] == 0:
                 places.append(found)
@@ -314,7 +318,7 @@ class RayCluster:
         local = host in ("localhost", "::1") or host.startswith("127.")
         if local and address not in ("127.0.0.1", "::1", ray.util.get_node_ip_address()):
             why = f"it would listen on {host} of {address}, which only {address} can reach"
-            raise RayRefusal("permanent", f"engine {engine}: {why}; set fleet.launch.host: 0.0.0.0")
+            raise RayRefusal("permanent", f"engine {engine}: {why}; set fleet.launch.host to 0.0.0.0")
 
     def _key(self, engine: str) -> bytes:
         return (self._prefix + engine).encode()

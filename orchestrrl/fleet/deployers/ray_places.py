@@ -67,7 +67,11 @@ class EnginePlaces:
         alive = [node for node in ray.nodes() if node["Alive"]]
         names: list[str] = self._settings["nodes"]
         if names and place >= len(names):
-            raise RayRefusal("permanent", f"the fleet's node {place} has no address; known: {', '.join(names)}")
+            raise RayRefusal(
+                "permanent",
+                f"node {place} of the fleet has no address; list all nodes in `fleet.deployer.options.nodes`, got"
+                f" {', '.join(names)}",
+            )
         if names:
             found = [n for n in alive if names[place] in (n["NodeManagerAddress"], n["NodeManagerHostname"])]
         else:
@@ -76,11 +80,14 @@ class EnginePlaces:
             return dict(found[0])
         seen = ", ".join(sorted(node["NodeManagerAddress"] for node in alive)) or "none"
         if names:
-            raise RayRefusal("retryable", f"Ray has no node {names[place]} now; it has: {seen}")
+            raise RayRefusal("retryable", f"Ray has no node {names[place]} now; Ray's nodes: {seen}")
         wanted = " and ".join(self._settings["per_gpu"])
         if not found:
-            raise RayRefusal("retryable", f"no node of Ray offers {wanted}; its nodes: {seen}")
-        raise RayRefusal("permanent", f"set `nodes`: node {place} of the fleet is ambiguous; Ray's nodes: {seen}")
+            raise RayRefusal("retryable", f"no Ray node offers {wanted}; Ray's nodes: {seen}")
+        raise RayRefusal(
+            "permanent",
+            f"node {place} of the fleet could be any of Ray's nodes ({seen}); set `fleet.deployer.options.nodes`",
+        )
 
     def _missing(self, parts: Sequence[Json], nodes: Sequence[Json]) -> list[str]:
         """Return one message per resource and node for each resource of which the node has too little."""
@@ -106,8 +113,10 @@ class EnginePlaces:
             beyond = [gpu for gpu in part["local"] if gpu >= len(slots)]
             if beyond:
                 name = ", ".join(self._settings["placement_groups"])
-                has = f"{name} offers {len(slots)} GPUs on {address}"
-                raise RayRefusal("retryable", f"{has}: too few for GPUs {beyond} of node {part['node']}")
+                raise RayRefusal(
+                    "retryable",
+                    f"{name} offers {len(slots)} GPUs on {address}, too few for GPUs {beyond} of node {part['node']}",
+                )
             units: dict[tuple[str, int], int] = {}
             for gpu in part["local"]:
                 units[slots[gpu]] = units.get(slots[gpu], 0) + 1
@@ -126,7 +135,7 @@ class EnginePlaces:
             if table["state"] == "CREATED" and any(fnmatchcase(table["name"], pattern) for pattern in patterns)
         ]
         if not tables:
-            raise RayRefusal("retryable", f"no placement group {' or '.join(patterns)} exists now")
+            raise RayRefusal("retryable", f"no placement group {' or '.join(patterns)} is ready")
         offer: dict[str, list[tuple[str, int]]] = {}
         for table in sorted(tables, key=lambda table: (len(table["name"]), table["name"], table["placement_group_id"])):
             for bundle, resources in sorted(table["bundles"].items()):
@@ -146,7 +155,7 @@ class EnginePlaces:
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         if place >= len(offer):
             has = ", ".join(addresses.get(node, node) for node in offer) or "none"
-            raise RayRefusal("retryable", f"the placement groups have no GPUs on node {place}; their nodes: {has}")
+            raise RayRefusal("retryable", f"the placement groups have no GPUs on node {place}; nodes with GPUs: {has}")
         node_id = [*offer][place]
         return node_id, addresses[node_id], offer[node_id]
 

@@ -248,11 +248,15 @@ class RedeployActions:
         weights."""
         began, now = self.redeployment.weights, self.control_plane.current_weights()
         if now.version != began.version and now.source:
-            raise Permanent(f"the fleet's weights changed meanwhile, from version {began.version} to {now.version}")
+            raise Permanent(
+                f"the fleet's weights changed from version {began.version} to {now.version} during the redeployment"
+            )
         for engine in engines:
             found = await self.deployment.deployer.status(engine)
             if found is None or found.life is EngineLife.ENDED:
-                raise Permanent(f"{engine} ended before it served: {found.detail if found else 'no process is left'}")
+                raise Permanent(
+                    f"{engine} ended before it served requests: {found.detail if found else 'no process is left'}"
+                )
 
     async def _admit(self) -> str:
         """Send requests to the prepared engines. While the redeployment is undone, send them to the old engines that
@@ -411,8 +415,11 @@ class RedeployActions:
             elif has == wanted.version:
                 detail = f"has version {has}"
             elif not wanted.source:
-                where = f"the location of weight version {wanted.version} is unknown"
-                raise Permanent(f"{where}, and {engine} has {has}")
+                raise Permanent(
+                    f"engine {engine} has weight version {has}, and the location of version {wanted.version} is"
+                    " unknown; run"
+                    f" `orchestrrl engines set-version {wanted.version} --weights FOLDER`"
+                )
             elif spec is not None and spec.weights == wanted.source:
                 await client.name_weights(wanted.version)
                 detail = f"was started with version {wanted.version}"

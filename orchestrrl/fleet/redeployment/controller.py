@@ -236,7 +236,7 @@ class RedeploymentController:
         woken = {spec.engine for spec in standing.asleep} & coming
         if coming - woken and weights.version is not None and not weights.source:
             raise Permanent(
-                f"engines to start need weight version {weights.version}, whose location is unknown: run"
+                f"engines to start need weight version {weights.version}, whose location is unknown; run"
                 f" `orchestrrl engines set-version {weights.version} --weights FOLDER`"
             )
         may_sleep = self._deployer.can_lend and not wanted.sleepers_too

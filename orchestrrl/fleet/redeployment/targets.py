@@ -210,5 +210,5 @@ def _check_gpus(new: Sequence[EngineSpec], standing: StandingEngine) -> None:
     for spec in new:
         for gpu in spec.gpus:
             if gpu in owner:
-                raise Permanent(f"GPU {gpu} is needed for {spec.engine} but in use by {owner[gpu]}")
+                raise Permanent(f"GPU {gpu} is needed for engine {spec.engine} but is in use by engine {owner[gpu]}")
             owner[gpu] = spec.engine

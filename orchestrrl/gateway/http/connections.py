@@ -288,19 +288,22 @@ class HttpConnection(asyncio.Protocol):
         self._head_bytes += more_bytes
         if field_bytes > MOST_FIELD_BYTES:
             raise HttpRefusal(
-                f"the request line and each header must have at most {MOST_FIELD_BYTES} bytes", status=431
+                f"the request line and each header must have at most {MOST_FIELD_BYTES} bytes, got {field_bytes}",
+                status=431,
             )
         if self._head_bytes > MOST_FRAMING_BYTES:
             raise _endless()
 
     def on_headers_complete(self) -> None:
         if len(self._headers) > MOST_HEADERS:
-            raise HttpRefusal(f"there must be at most {MOST_HEADERS} headers", status=431)
+            raise HttpRefusal(
+                f"a request must have at most {MOST_HEADERS} headers, got {len(self._headers)}", status=431
+            )
         self._framing_bytes, self._has_head = 0, True
         names = [name.lower() for name, _ in self._headers]
         is_latest = self._parser.get_http_version() == "1.1"
         if is_latest and names.count(b"host") != 1:
-            raise HttpRefusal(f"Host: must be given once, got {names.count(b'host')} of them", "Host")
+            raise HttpRefusal(f"Host: must be given exactly once, got {names.count(b'host')} Host headers", "Host")
         if b"content-length" in names and int(self._headers[names.index(b"content-length")][1]) > MOST_BODY_BYTES:
             raise _too_large()
         if b"expect" in names:

@@ -294,7 +294,7 @@ def _target(request: HttpRequest) -> tuple[str, str]:
         try:
             parts = urlsplit(url)
         except ValueError as error:
-            raise HttpRefusal(f"the request line must have a URL, got {cut(repr(url), 80)}") from error
+            raise HttpRefusal(f"the request line must have a valid URL, got {cut(repr(url), 80)}") from error
         url = f"{parts.path}?{parts.query}"
     path, _, query = url.partition("?")
     return path if "%2f" in path.lower() else unquote(path), query  # an encoded slash separates nothing

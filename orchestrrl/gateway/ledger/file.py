@@ -90,9 +90,11 @@ class AnswerFile:
             " FROM pragma_application_id, pragma_user_version"
         ).fetchone()
         if tables and identity != APPLICATION_ID:
-            raise Permanent(f"{path}: is not a gateway's ledger")
+            raise Permanent(f"{path}: is not a gateway's ledger; set --ledger to another file")
         if tables and version != FORMAT:
-            raise Permanent(f"{path}: has ledger format {version}, this version reads {FORMAT}; move the file away")
+            raise Permanent(
+                f"{path}: must have ledger format {FORMAT}, got {version}; move the file away to create a new ledger"
+            )
         if not tables:
             self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")
             self._db.execute("PRAGMA journal_mode = WAL")
@@ -173,9 +175,11 @@ def check(path: Path) -> None:
         with closing(AnswerFile(path)) as file:
             file.has(0)
     except sqlite3.OperationalError as error:
-        raise Permanent(f"{path}: {error}") from error
+        raise Permanent(f"{path}: cannot open the ledger: {error}") from error
     except sqlite3.DatabaseError as error:
-        raise Permanent(f"{path}: is damaged or not a ledger ({error}); move it away to start a new one") from error
+        raise Permanent(
+            f"{path}: is damaged or is not a ledger ({error}); move the file away to create a new ledger"
+        ) from error
 
 
 # The kernel scans a file's locks linearly. With this many files, the scans stay short for ten thousand requests.

@@ -230,7 +230,7 @@ def _undrain(daemon: Daemon) -> None:
 def test_remove_with_requests_requires_force(daemon: Daemon, run: Run) -> None:
     refused = run("remove", "e0")
     assert (refused.exit_code, refused.stdout) == (1, "")
-    assert "engine e0 has 2 requests: empty it with `orchestrrl engines drain e0 --move --wait`" in refused.stderr
+    assert "engine e0 has 2 requests; empty it with `orchestrrl engines drain e0 --move --wait`" in refused.stderr
     daemon.pin("a")
     forced = printed(run("remove", "e0", "--force"))
     assert forced == "e0 removed; requests moved to other engines: 1, finishing on it: 1"

@@ -341,7 +341,7 @@ async def test_interrupted_queries_are_retryable(
     engine: VllmEngine, fake: FakeServer, ask: Callable[[VllmEngine], Awaitable[object]]
 ) -> None:
     fake.choice["finish_reason"] = "abort"
-    with pytest.raises(Retryable, match="broke off"):
+    with pytest.raises(Retryable, match="must have finish_reason length or stop"):
         await ask(engine)
     fake.hangs = "/v1/completions"
     with pytest.raises(Retryable):

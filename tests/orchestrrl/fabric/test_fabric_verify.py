@@ -265,7 +265,7 @@ async def test_walk_is_refused_without_pause_or_routers(harness: VerifiedHarness
     with pytest.raises(Permanent, match="run `orchestrrl fabric pause` first"):
         await harness.during(verifier(harness, harness.follower).verify(walk=True))
     harness.pause_registry.pause(PauseScope.FABRIC, "cables are checked")
-    with pytest.raises(Permanent, match=r"list them in fabric\.routers"):
+    with pytest.raises(Permanent, match=r"list the ToRs in fabric\.routers"):
         await harness.during(verifier(harness, None).verify(walk=True))
     assert len(harness.sent) == sent
     assert (await harness.during(verifier(harness, None).verify(walk=False))).faults == ()

@@ -118,7 +118,7 @@ async def test_pair_that_loses_its_last_path_is_reported(clock: VirtualClock) ->
 async def test_drain_is_refused_before_first_reroute(clock: VirtualClock) -> None:
     harness = Harness(clock, 3)
     harness.connect(*RING)
-    with pytest.raises(Permanent, match="reroute first"):
+    with pytest.raises(Permanent, match="`reroute` first"):
         await harness.rerouting.drain(RING[:1])
     await harness.rerouting.reroute(RING)
     restarted, sends = harness.restarted(), [driver.wire.sends for driver in harness.drivers.values()]

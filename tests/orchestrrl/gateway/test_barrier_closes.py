@@ -243,9 +243,9 @@ async def test_expired_lease_opens_the_barrier() -> None:
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 30)
     for late in (w.gateway.barrier.close(order(w)), w.gateway.barrier.open(OpenBarrier("l", 1))):
-        with pytest.raises(Permanent, match="this lease has ended"):
+        with pytest.raises(Permanent, match=r"lease .* has ended"):
             await late
-    with pytest.raises(Permanent, match="not closed under this lease"):
+    with pytest.raises(Permanent, match="not closed under lease"):
         w.gateway.barrier.renew("l", w.clock.now_s() + 1)
 
 
@@ -254,7 +254,7 @@ async def test_second_lease_is_refused_while_barrier_is_closed() -> None:
     await (await close(w))
     with pytest.raises(Permanent, match="trainer keeps the pause barrier closed for 60 s more"):
         await w.gateway.barrier.close(order(w, lease="other"))
-    with pytest.raises(Permanent, match="not closed under this lease"):
+    with pytest.raises(Permanent, match="not closed under lease"):
         await w.gateway.barrier.open(OpenBarrier("other"))
     await open_barrier(w)
     await (await close(w, lease="other"))
@@ -338,7 +338,7 @@ async def test_excluded_engine_stays_paused_until_its_version_is_set() -> None:
     with pytest.raises(Permanent, match="unknown engine 'e7'"):
         await w.gateway.barrier.set_version((EngineId("e7"),), 3)
     await (await close(w, lease="m"))
-    with pytest.raises(Permanent, match="without: unknown engine 'e7'; known: e0, e1"):
+    with pytest.raises(Permanent, match="without: unknown engine 'e7'; engines of this gateway: e0, e1"):
         await open_barrier(w, 4, ("e7",), lease="m")
     assert w.gateway.barrier.closed is not None
 
@@ -423,7 +423,7 @@ async def test_move_is_refused_while_barrier_is_closed() -> None:
         await w.step()
         await (await close(w))
         (result,) = await w.gateway.move([RequestMove(RequestId("r"), EngineId("e0"), EngineId("e1"))])
-        assert (result.done, result.detail) == (False, "the pause barrier is closed")
+        assert (result.done, result.detail) == (False, "requests cannot move while the pause barrier is closed")
         await open_barrier(w)
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 12)

@@ -189,7 +189,7 @@ async def test_queued_request_can_be_redirected_to_a_usable_engine() -> None:
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=5)) as job:
         await w.settle()
         assert len(w.fleet.queue) == 1
-        assert (await move(w, "", "e0")).detail == "e0 accepts no requests: it is draining or not in the routes"
+        assert (await move(w, "", "e0")).detail == "engine e0 accepts no requests: it is draining or not in the routes"
         assert (await move(w, "", "e1")).detail == "engine 'e1' is not in the routes"
         assert len(w.fleet.queue) == 1
         assert (await move(w, "", "e1", hold_s=10.0)).done

@@ -45,12 +45,12 @@ def test_experts_are_split_as_given() -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"pp_size": "2"}, "pipeline parallelism is not supported, pp_size is 2"),
+        ({"pp_size": "2"}, "pipeline parallelism is not supported: pp_size must be 1, got 2"),
         ({"model_path": "made/up-7b"}, "unknown model 'made/up-7b', known: "),
         ({"system": "tpu_v5"}, "unknown GPU 'tpu_v5', known: "),
         ({"backend": "tgi"}, "unknown backend 'tgi', known: trtllm, vllm, sglang"),
-        ({"precision": "int3"}, "unknown quantisation 'int3', known: "),
-        ({"osl": "", "silicon_tpot_ms": " "}, "missing: osl, silicon_tpot_ms"),
+        ({"precision": "int3"}, "the quantisation must be one of "),
+        ({"osl": "", "silicon_tpot_ms": " "}, "the row has no value for osl, silicon_tpot_ms"),
     ],
 )
 def test_unsupported_row_is_unpredicted_with_a_reason(given: dict[str, str], reason: str) -> None:

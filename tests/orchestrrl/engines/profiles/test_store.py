@@ -159,15 +159,15 @@ def test_all_faults_are_reported_with_path_and_value() -> None:
         "engine: is missing",
         "configurations[0].parallelism.tp: must be > 0",
         "configurations[0].step_s.seconds[1]: must be >= 0",
-        "configurations[0].step_s.sequences: must increase and have at least one entry",
+        "configurations[0].step_s.sequences: must have at least one entry, in strictly increasing order",
         "configurations[0].step_s.per_kv_token: must be >= 0",
         "configurations[0].prefill_tokens_per_s: must be > 0",
         "configurations[0].kv_capacity_tokens: should be a valid integer",
         "configurations[0].provenance.source: should be 'measured', 'imported', 'roofline' or 'given'",
-        "configurations[0].others: unknown figure colour (known: step_s, spill_s_per_token, "
-        "prefill_tokens_per_s, kv_capacity_tokens, max_sequences, switch_s, spill_capacity_tokens)",
+        "configurations[0].others: must contain only step_s, spill_s_per_token, "
+        "prefill_tokens_per_s, kv_capacity_tokens, max_sequences, switch_s, spill_capacity_tokens, not colour",
         "configurations[1].parallelism: attention_gpus and ffn_gpus must both be 0 or both be > 0",
-        "configurations[1].step_s: must have equally many seconds and sizes",
+        "configurations[1].step_s: must have as many seconds (2) as sizes (1)",
         "colour: is not a known field",
         "configurations[1].id: is already the id of configurations[0]",
     ]

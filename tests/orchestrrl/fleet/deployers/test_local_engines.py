@@ -99,7 +99,7 @@ async def test_invalid_command_line_starts_nothing(fleet: Fleet) -> None:
 
 async def test_gpus_of_other_machines_are_refused(fleet: Fleet) -> None:
     fleet.launch = replace(fleet.launch, device=EngineDevice.CUDA)
-    with pytest.raises(Permanent, match="only on node 0"):
+    with pytest.raises(Permanent, match="only on this machine"):
         await fleet.deployer().start(spec(gpus=(8,)))
 
 

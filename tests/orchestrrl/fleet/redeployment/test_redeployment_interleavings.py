@@ -256,7 +256,7 @@ async def test_undo_loads_weights_that_changed_meanwhile(harness: Harness) -> No
         harness.machines.engines[W].weights = 8
         report = await harness.until_ended()
         assert report.state is OperationState.ROLLED_BACK
-        assert "the fleet's weights changed meanwhile, from version 7 to 8" in report.detail
+        assert "the fleet's weights changed from version 7 to 8 during the redeployment" in report.detail
         assert {engine.weights for engine in harness.machines.engines.values()} == {8}
         assert harness.plane.fleet.barrier.state.versions == {A: 8, B: 8, W: 8}
         check_whole(harness, "a", "b", "w")

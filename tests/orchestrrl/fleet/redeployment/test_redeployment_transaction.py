@@ -479,7 +479,7 @@ async def test_weights_are_loaded_and_reported(harness: Harness, tensors_only: b
 async def test_unknown_weight_location_prevents_the_start(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         harness.plane.fleet.barrier.set_version([EngineId("a"), EngineId("b"), EngineId("w")], 7)
-        with pytest.raises(Permanent, match="whose location is unknown: run `orchestrrl engines set-version 7"):
+        with pytest.raises(Permanent, match="whose location is unknown; run `orchestrrl engines set-version 7"):
             redeployer.begin(TO_TP2)
         check_whole(harness, {"a", "b", "w"})
 

@@ -73,7 +73,7 @@ def ports(body: object) -> dict[str, tuple[PortStatus, float | None]]:
             raise ValueError(f"port {name} is listed twice")
         found[name] = _status(row), _power(row.get("inpower"))
     if not 2 <= len(found) <= MAX_PORTS:
-        raise ValueError(f"must list 2..{MAX_PORTS} ports, got {len(found)}")
+        raise ValueError(f"the switch must list 2..{MAX_PORTS} ports, got {len(found)}")
     return found
 
 
@@ -97,7 +97,7 @@ def failures(body: object, count: int) -> list[str]:
     if len(found) == 1 and (count == 1 or found[0]):
         return found * count
     if len(found) != count:
-        raise ValueError(f"must cover {count} items, got {len(found)}")
+        raise ValueError(f"the response must contain {count} results, got {len(found)}")
     return found
 
 
@@ -114,20 +114,20 @@ def _rows(body: object, key: str) -> Iterator[Mapping[str, object]]:
     `key`. If the switch reported a failure instead, the error contains the switch's message."""
     for row in body if isinstance(body, list) else [body]:
         if not isinstance(row, Mapping):
-            raise ValueError(f"must be a list of objects, got {shown(row)}")
+            raise ValueError(f"a row must be an object, got {shown(row)}")
         if key not in row:
             words = ("status" in row and _failure(row)) or shown(row)
-            raise ValueError(f"must have {key}, got {words}")
+            raise ValueError(f"a row must contain {key}, got {words}")
         yield row
 
 
 def _failure(item: object) -> str:
     inner = item.get("response", item) if isinstance(item, Mapping) else None
     if not isinstance(inner, Mapping) or isinstance(inner.get("status"), bool):
-        raise ValueError(f"must have a status, got {shown(item)}")
+        raise ValueError(f"a result must have a status, got {shown(item)}")
     status = inner.get("status")
     if not isinstance(status, str | int):
-        raise ValueError(f"must have a status, got {shown(item)}")
+        raise ValueError(f"a result must have a status, got {shown(item)}")
     if str(status) == SUCCESS:
         return ""
     told = (inner.get("msg"), inner.get("description"))
@@ -139,7 +139,7 @@ def _half(value: object) -> CalientHalf:
     conn = value.get("conn") if isinstance(value, Mapping) else None
     source, arrow, target = conn.partition(">") if isinstance(conn, str) else ("", "", "")
     if not isinstance(value, Mapping) or not arrow:
-        raise ValueError(f"must have conn of the form 1.1.1>1.2.1, got {shown(value)}")
+        raise ValueError(f"half1 and half2 must have a conn of the form 1.1.1>1.2.1, got {shown(value)}")
     return CalientHalf(
         _name(source.strip()), _name(target.strip()), _is_broken(value.get(key) for key in ("os", "oc", "state"))
     )

@@ -121,7 +121,7 @@ class CalientRestWire(SwitchWire):
                 try:
                     pair = self._pair(half)
                 except ValueError as error:
-                    raise DriverPermanent(f"connection {row.conn}: {error}") from None
+                    raise DriverPermanent(f"the ports of connection {row.conn} cannot be numbered: {error}") from None
                 self._listed[pair] = row
                 if half.is_broken:
                     broken.add(pair)
@@ -161,7 +161,8 @@ class CalientRestWire(SwitchWire):
             for half in row.halves:
                 if (other := self._pair(half)) not in going:
                     raise DriverPermanent(
-                        f"{pair} is one direction of {row.conn}, which can only be removed as a whole: name {other} too"
+                        f"{pair} is one direction of connection {row.conn}, which can only be removed as a whole: "
+                        f"remove {other} too"
                     )
             items[row.conn] = {"conn": row.conn} | ({"group": row.group} if row.group else {})
         if not items:
@@ -174,7 +175,7 @@ class CalientRestWire(SwitchWire):
     @property
     def _port_names(self) -> parse.PortNames:
         if self._names is None:
-            raise DriverPermanent("the ports have not been read")
+            raise DriverPermanent("the ports of the switch have not been read")
         return self._names
 
     def _accept_port_names(self, names: Iterable[str]) -> parse.PortNames:
@@ -189,8 +190,8 @@ class CalientRestWire(SwitchWire):
             self._names = listed
         if changed := sorted({*listed.names} ^ {*self._names.names}):
             raise DriverPermanent(
-                f"the switch lists other ports than before ({len(changed)} differ, {changed[0]} first), so numbers "
-                "would refer to other fibres: check the switch, then restart the daemon"
+                f"the switch lists different ports than before ({len(changed)} differ, the first is {changed[0]}), so "
+                "port numbers would refer to different fibres: check the switch, then restart the daemon"
             )
         return self._names
 
@@ -213,7 +214,9 @@ class CalientRestWire(SwitchWire):
         results = read_answer(answer, command, partial(parse.failures, count=len(items)), is_setter=True)
         if failed := [f"{name}: {why}" for name, why in zip(shown, results, strict=True) if why]:
             raise DriverPermanent(
-                f"{len(failed)} of {len(items)} failed", command=command, answer="; ".join(failed[:20])
+                f"the request failed for {len(failed)} of {len(items)} connections",
+                command=command,
+                answer="; ".join(failed[:20]),
             )
 
 

@@ -86,7 +86,7 @@ async def within(clock: DeviceClock, limit_s: float, work: Awaitable[T]) -> T:
         await asyncio.wait({task, alarm}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise TimeoutError(f"no answer within {limit_s:g} s")
+        raise TimeoutError(f"the device did not respond within {limit_s:g} s")
     finally:
         for pending in (task, alarm):
             pending.cancel()
@@ -167,7 +167,11 @@ class SwitchDriver:
             now = await self.cross_connects()
             if now.revision != expect_revision:
                 raise CircuitConflict(
-                    [f"device is at revision {now.revision}, expected {expect_revision}: read it and plan again"],
+                    [
+                        f"the device is at revision {now.revision}, "
+                        f"but the change was planned for revision {expect_revision}: "
+                        "read the device and plan the change again"
+                    ],
                     device=self.device,
                 )
             steps = await self._steps(diff, diff, now)
@@ -183,12 +187,18 @@ class SwitchDriver:
                     return
                 raise CircuitConflict([self._last_trial or "no change is on trial"], device=self.device)
             if not trial.failure and trial.until_s is not None and self._clock.now_s() >= trial.until_s:
-                raise CircuitConflict([f"too late, the change is being reverted: {trial}"], device=self.device)
+                raise CircuitConflict(
+                    [f"the trial time has passed, and the change is being reverted: {trial}"],
+                    device=self.device,
+                )
             if trial.failure or revision != trial.revision:
                 now = await self.cross_connects()
                 if revision != now.revision:
                     raise CircuitConflict(
-                        [f"device is at revision {now.revision}, got {revision}: read it and confirm that state"],
+                        [
+                            f"the device is at revision {now.revision}, "
+                            f"but the confirmation names revision {revision}: read the device and confirm its revision"
+                        ],
                         device=self.device,
                     )
             self._end_trial("confirmed")
@@ -373,7 +383,7 @@ class SwitchDriver:
     def _refuse_on_trial(self) -> None:
         if self._trial is not None:
             raise CircuitConflict(
-                [f"{self._trial}: confirm it or roll it back before anything else is changed"],
+                [f"{self._trial}; confirm it or roll it back before any other change"],
                 device=self.device,
             )
 
@@ -436,7 +446,7 @@ class SwitchDriver:
             return await self.cross_connects()
         except (DriverPermanent, DriverRetryable) as error:
             raise DriverOutcomeUnknown(
-                "the device could not be read after a command was sent to it",
+                "the device could not be read after a command, which may or may not have taken effect",
                 device=self.device,
                 command=error.command,
                 answer=error.answer or error.message,
@@ -487,11 +497,11 @@ class SwitchDriver:
             except AssertionError:
                 raise  # raised by a test
             except ValueError as error:
-                wrong = f"invalid answer: {error}"
+                wrong = f"invalid response: {error}"
                 raise unclear(DriverPermanent)(wrong, device=self.device, command=command) from None
             except Exception as error:  # a defect of the wire, mostly in parsing an unexpected answer
                 logger.exception("%s: the driver failed at %s", self.device, command)
-                wrong = f"the driver failed, possibly on an invalid answer: {type(error).__name__}: {error}"
+                wrong = f"the driver failed, possibly because of an invalid response: {type(error).__name__}: {error}"
                 # The next answer may be valid.
                 raise unclear(DriverRetryable)(wrong, device=self.device, command=command) from error
             finally:

@@ -75,7 +75,7 @@ def graft(root: dict[str, Any], elems: Path, value: Any) -> None:
             value = [{**dict(elem.keys), **value}] if isinstance(value, Mapping) else [dict(elem.keys)]
         value = {elem.name: value}
     if not isinstance(value, Mapping):
-        raise ValueError(f"the value must have a path, got {value!r}")
+        raise ValueError(f"a value without a path must be a container, got {value!r}")
     _merge(root, value, {elem.name: frozenset(name for name, _ in elem.keys) for elem in elems if elem.keys})
 
 
@@ -92,7 +92,7 @@ def mapping(data: Any) -> Mapping[str, Any]:
     if data is None:
         return {}
     if not isinstance(data, Mapping):
-        raise ValueError(f"must be a container, got {str(data)[:40]!r}")
+        raise ValueError(f"a value in the response must be a container, got {str(data)[:40]!r}")
     return data
 
 
@@ -102,7 +102,7 @@ def entries(data: Any) -> list[Mapping[str, Any]]:
     if data is None:
         return []
     if not isinstance(data, list):
-        raise ValueError(f"must be a list, got {str(data)[:40]!r}")
+        raise ValueError(f"a value in the response must be a list, got {str(data)[:40]!r}")
     return [mapping(each) for each in data]
 
 

@@ -68,7 +68,7 @@ def topology(data: Any, slot: str) -> OpenConfigTopology:
         raise ValueError(f"port-connectivity must be one of {', '.join(CONNECTIVITY)}, got {kind!r}")
     modules = _number(state.get("total-optical-module-count", 1), "total-optical-module-count")
     if slot.isdecimal() and not 1 <= int(slot) <= modules:
-        raise ValueError(f"option slot must be within 1..{modules}, the optical modules of the device, got {slot!r}")
+        raise ValueError(f"option slot must be within 1..{modules} (the optical modules of the device), got {slot!r}")
     if CONNECTIVITY[kind] is Connectivity.ANY_TO_ANY:
         first = _number(state.get("ingress-start-index", 1), "ingress-start-index")
         ports = range(first, first + _number(state.get("total-port-count"), "total-port-count"))
@@ -123,7 +123,7 @@ def _peer(topology: OpenConfigTopology, told: Mapping[str, Any]) -> int | None:
     if not told.get("peer-port"):
         return None
     if str(told.get("peer-slot") or topology.slot) != topology.slot:
-        raise ValueError(f"port {told.get('port')} must stay within its module, got {told.get('peer-slot')!r}")
+        raise ValueError(f"peer-slot of port {told.get('port')} must be {topology.slot}, got {told.get('peer-slot')!r}")
     return _port(topology, told["peer-port"])
 
 

@@ -104,7 +104,7 @@ async def _content(file: str) -> bytes | None:
     try:
         return await asyncio.to_thread(File(file).read_bytes) if file else None
     except OSError as error:
-        raise DriverPermanent(f"{file} cannot be read: {error.strerror}") from None
+        raise DriverPermanent(f"cannot read {file}: {error.strerror}") from None
 
 
 def _subscription(paths: Sequence[Path], origin: str) -> Any:
@@ -125,12 +125,16 @@ async def _translated(command: str, call: Awaitable[T], *, is_setter: bool = Fal
     except grpc.aio.UsageError as error:  # the channel was closed during the call
         code, answer = grpc.StatusCode.CANCELLED, f"CANCELLED: {error}"
     if code is grpc.StatusCode.NOT_FOUND:
-        raise NotThere("no data at this path", command=command, answer=answer)
+        raise NotThere("the server has no data at the requested path", command=command, answer=answer)
     if code in REFUSALS:
         raise DriverPermanent("refused", command=command, answer=answer)
     if is_setter:
-        raise DriverOutcomeUnknown("it is not known whether the change was applied", command=command, answer=answer)
-    raise DriverRetryable("no answer", command=command, answer=answer)
+        raise DriverOutcomeUnknown(
+            f"the request failed with status {code.name}, and the change may or may not have been applied",
+            command=command,
+            answer=answer,
+        )
+    raise DriverRetryable(f"the request failed with status {code.name}", command=command, answer=answer)
 
 
 class GnmiWire(SwitchWire):
@@ -185,7 +189,7 @@ class GnmiWire(SwitchWire):
                 for update in notification.update
             ]
         except ValueError as error:
-            raise DriverPermanent(f"invalid answer: {error}", command=command) from None
+            raise DriverPermanent(f"invalid response: {error}", command=command) from None
         rooted = [(elems if elems[: len(where)] == where else (*where, *elems), value) for elems, value in updates]
         return mapping(member(tree(rooted), *(elem.name for elem in where)))
 
@@ -252,7 +256,7 @@ class GnmiWire(SwitchWire):
                             yield SwitchEvent(at_s, EventKind.CIRCUIT, f"{each} {state}", cross_connect=each)
                     known = now
         except ValueError as error:
-            raise DriverPermanent(f"invalid answer: {error}") from None
+            raise DriverPermanent(f"invalid response: {error}") from None
         finally:
             await watcher.close()
 
@@ -267,7 +271,7 @@ class GnmiWire(SwitchWire):
 
     def _live(self) -> Any:
         if self._stub is None:
-            raise DriverRetryable("no session is open", after_s=0.0)
+            raise DriverRetryable("no session with the device is open", after_s=0.0)
         return self._stub
 
     async def _new_channel(self) -> grpc.aio.Channel:

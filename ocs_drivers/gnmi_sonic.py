@@ -96,7 +96,9 @@ def sides_of(names: Iterable[str]) -> SonicPorts:
     strange = sorted(name for name in listed if not _PORT.fullmatch(name))
     sides = SonicPorts(sum(name.endswith("A") for name in listed), sum(name.endswith("B") for name in listed))
     if strange or not sides.a_ports or not sides.b_ports:
-        raise ValueError(f"ports must be named 1A, 2A.. and 1B, 2B.., got {', '.join(strange[:5]) or 'one side only'}")
+        raise ValueError(
+            f"ports must be named 1A, 2A, ... and 1B, 2B, ..., got {', '.join(strange[:5]) or 'one side only'}"
+        )
     for name in sorted(listed):
         sides.port(name)
     return sides
@@ -110,7 +112,7 @@ def circuits(sides: SonicPorts, ordered: Mapping[str, Any], shown: Mapping[str, 
         entry, state = mapping(ordered.get(key)), mapping(shown.get(key))
         said = {side: entry.get(side) or state.get(side) for side in ("a_side", "b_side")}
         if any(name and name not in key.split("-") for name in said.values()):
-            raise ValueError(f"cross-connect {key} must have the sides in its name, got {said}")
+            raise ValueError(f"a_side and b_side of cross-connect {key} must be the ports in its name, got {said}")
         found.append(DeviceCircuit(sides.cross_connect(key), _state(state)))
     return found
 
@@ -146,7 +148,9 @@ class SonicWire(GnmiWire):
         self._suffix: str | None = None  # of the tables in STATE_DB, once known
         listed = await self._table(CONFIG, PORTS)
         if not listed:
-            raise DriverPermanent(f"{CONFIG} has no ports in {PORTS}: check option origin ({self._origin!r})")
+            raise DriverPermanent(
+                f"table {PORTS} of {CONFIG} contains no ports: check option origin, got {self._origin!r}"
+            )
         self._sides = sides_of(listed)
 
     async def read_facts(self) -> SwitchFacts:

@@ -173,14 +173,14 @@ class HttpSession:
             wrong = f"the certificate is not trusted ({error.certificate_error}): set tls_ca_file"
             raise DriverPermanent(wrong, command=command) from None
         except aiohttp.ClientConnectorSSLError as error:
-            raise DriverPermanent(f"the TLS handshake failed ({error})", command=command) from None
+            raise DriverPermanent(f"the TLS handshake failed: {error}", command=command) from None
         except _TooLong:
-            wrong = f"the answer is longer than {MAX_BODY_BYTES} bytes"
+            wrong = f"the response is longer than {MAX_BODY_BYTES} bytes"
         except TimeoutError as error:
             wrong = str(error)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             is_http = not isinstance(error, aiohttp.ClientResponseError | aiohttp.ClientPayloadError | ValueError)
-            what = "the connection failed" if is_http else "the answer is not HTTP"
+            what = "the connection failed" if is_http else "the response is not HTTP"
             wrong = f"{what} ({str(error) or type(error).__name__})"
             if not is_http and not is_setter:
                 raise DriverPermanent(wrong, command=command) from None
@@ -230,17 +230,23 @@ def check_status(answer: DeviceResponse, command: str, is_setter: bool, text: st
         case 401:
             raise DriverPermanent("authentication failed: check user and password", command=command, answer=text)
         case 403:
-            raise DriverPermanent("the user lacks the permission for this request", command=command, answer=text)
+            raise DriverPermanent("the user does not have permission for this request", command=command, answer=text)
         case status if 300 <= status < 400:
             to = answer.headers.get("Location", "nowhere")[:SHOWN_CHARACTERS]
             wrong = f"the device redirects to {to!r}, which is not followed: set address and scheme to the final URL"
             raise DriverPermanent(wrong, command=command, answer=text)
         case 429:
-            raise DriverRetryable("too many requests", after_s=_after_s(answer), command=command, answer=text)
+            raise DriverRetryable(
+                "the device received too many requests", after_s=_after_s(answer), command=command, answer=text
+            )
         case status if (status < 500 and status != 408) or status == 501:
             raise DriverPermanent("refused", command=command, answer=text)
         case _ if is_setter:
-            raise DriverOutcomeUnknown("the device failed during the change", command=command, answer=text)
+            raise DriverOutcomeUnknown(
+                "the device failed during the change, which may or may not have been applied",
+                command=command,
+                answer=text,
+            )
         case _:
             raise DriverRetryable("the device is unavailable", after_s=_after_s(answer), command=command, answer=text)
 
@@ -255,7 +261,7 @@ def parse_json(body: bytes) -> object:
     try:
         value: object = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error or 'nested too deep'})") from None
+        raise ValueError(f"the body is not valid JSON: {error or 'it is nested too deeply'}") from None
     return value
 
 
@@ -274,4 +280,4 @@ def read_answer(
         return parse(parse_json(answer.body) if answer.body.strip() else [])
     except ValueError as error:
         kind = DriverOutcomeUnknown if is_setter else DriverPermanent
-        raise kind(f"invalid answer: {error}", command=command, answer=answer.excerpt) from None
+        raise kind(f"invalid response: {error}", command=command, answer=answer.excerpt) from None

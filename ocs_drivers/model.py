@@ -91,7 +91,7 @@ class CrossConnect:
         malformed."""
         ingress, colon, egress = text.partition(":")
         if not (colon and ingress.isdecimal() and egress.isdecimal()):
-            raise ValueError("must be INGRESS:EGRESS, two port numbers")
+            raise ValueError("must be INGRESS:EGRESS with two port numbers")
         return cls(int(ingress), int(egress))
 
 
@@ -118,9 +118,12 @@ class SwitchFacts:
             raise ValueError(f"ports: must not be empty, got {self.ingress_ports} and {self.egress_ports}")
         for ports in (self.ingress_ports, self.egress_ports):
             if ports.stop - ports.start > MOST_PORTS:
-                raise ValueError(f"ports: must be at most {MOST_PORTS} on a side, got {ports}")
+                raise ValueError(f"ports: must be at most {MOST_PORTS} per side, got {ports}")
         if self.connectivity is Connectivity.ANY_TO_ANY and self.ingress_ports != self.egress_ports:
-            raise ValueError("an any-to-any device has one range of ports, given as both")
+            raise ValueError(
+                "an any-to-any device must have equal ingress and egress ports, "
+                f"got {self.ingress_ports} and {self.egress_ports}"
+            )
         if not 0 <= self.reconfiguration_s < inf:
             raise ValueError(f"reconfiguration_s must be a number >= 0, got {self.reconfiguration_s}")
 

@@ -98,7 +98,7 @@ class PromptSession(SSHSession):  # type: ignore[misc]  # ncclient is not typed
     def send(self, message: str) -> None:
         channel = self._channel
         if not self.connected or channel is None:
-            raise SessionError("not connected")
+            raise SessionError("the connection to the device is closed")
         data = message.encode()
         if self._base == NetconfBase.BASE_11:
             data = b"\n#%d\n%b%b" % (len(data), data, END_DELIM)
@@ -159,7 +159,7 @@ class NetconfSession:
         self._socket = connection
         if self._is_cut:
             connection.close()
-            raise SessionError("closed while connecting")
+            raise SessionError("the connection was closed during the login")
         session = PromptSession(options.known_hosts)
         try:
             session.connect(
@@ -214,7 +214,7 @@ class NetconfWire(yang.PolatisWire):
         if not self._revision:
             what = "the revision of module" if told == "" else "module"
             raise DriverPermanent(
-                f"the device does not announce {what} {yang.MODULE}: set option revision, such as 2018-03-22",
+                f"the device does not announce {what} {yang.MODULE}: set option revision to a date such as 2018-03-22",
                 answer=" ".join(sorted(self._announced)),
             )
 
@@ -234,7 +234,7 @@ class NetconfWire(yang.PolatisWire):
 
         data = await _translated("read", self._live().call(ask))
         if data is None:
-            raise DriverPermanent("invalid answer: <data> is missing")
+            raise DriverPermanent("invalid response: <data> is missing")
         return plain(data)
 
     async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
@@ -260,7 +260,7 @@ class NetconfWire(yang.PolatisWire):
 
     def _live(self) -> NetconfSession:
         if self._session is None:
-            raise DriverRetryable("no session is open", after_s=0.0)
+            raise DriverRetryable("no session with the device is open", after_s=0.0)
         return self._session
 
 
@@ -294,7 +294,9 @@ def edit(revision: str, action: Action, pairs: Sequence[CrossConnect]) -> str:
     """Return a <config> that adds or removes these pairs. With the default operation `none`, it affects no other pairs.
     Raises ValueError if there are no pairs."""
     if not pairs:
-        raise ValueError("the list must not be empty: some devices take an empty list as every circuit")
+        raise ValueError(
+            "the list of circuits must not be empty, because some devices interpret an empty list as all circuits"
+        )
     name, operation = yang.pair_list(revision), OPERATION[action]
     entries = "".join(
         f'<{name} nc:operation="{operation}"><ingress>{pair.ingress_port}</ingress>'
@@ -354,10 +356,10 @@ async def _translated(command: str, work: Awaitable[T], *, is_setter: bool = Fal
         raise DriverPermanent(wrong, command=command) from None
     except (SyntaxError, ValueError) as error:  # the former from the XML parser
         nonsense = DriverOutcomeUnknown if is_setter else DriverPermanent
-        raise nonsense(f"invalid answer: {error}", command=command) from None
+        raise nonsense(f"invalid response: {error}", command=command) from None
     except (NCClientError, paramiko.SSHException, OSError, EOFError) as error:
         broken = DriverOutcomeUnknown if is_setter else DriverRetryable
-        raise broken(f"the session broke: {error or type(error).__name__}", command=command) from None
+        raise broken(f"the session failed: {error or type(error).__name__}", command=command) from None
 
 
 def _rpc_error_text(error: Any) -> str:

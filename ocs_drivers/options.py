@@ -60,7 +60,7 @@ def split_address(address: str, default_port: int) -> tuple[str, int]:
     host = host.removeprefix("[").removesuffix("]")
     is_port = digits.isascii() and digits.isdecimal() and 0 < int(digits) < 65536
     if not host or not is_port or any(sign.isspace() or sign == "/" for sign in host):
-        raise ValueError("must be HOST or HOST:PORT")
+        raise ValueError(f"must be HOST or HOST:PORT, got {address!r}")
     return host, int(digits)
 
 

@@ -107,7 +107,7 @@ def sides(model_name: str, ports: Collection[int], size: str | None = None) -> S
     source = f"option size, {size!r}" if size else f"the model name {model_name!r}"
     if found is None:
         raise DriverPermanent(
-            f"{source} does not contain the size: set option size, such as 16x16, or 32xCC for any-to-any"
+            f"{source} does not contain a size: set option size, such as 16x16, or 32xCC for any-to-any"
         )
     _, ingress, egress = found
     if {*ingress, *egress} != set(ports):

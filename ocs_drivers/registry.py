@@ -36,7 +36,7 @@ def make_from_group(group: str, name: str, device: str, options: Mapping[str, An
     try:
         inspect.signature(factory).bind(device, clock=clock, **options)
     except TypeError as error:
-        raise InvalidOptions([f"options: {error}"]) from None
+        raise InvalidOptions([f"options: are invalid for driver {name}: {error}"]) from None
     return factory(device, clock=clock, **options)
 
 
@@ -52,4 +52,4 @@ def load_named(what: str, name: str, entries: Mapping[str, EntryPoint]) -> Any:
         if str(error.name).startswith("ocs_drivers."):
             raise
         needs = f"{what}: {name} needs {error.name}, which is not installed"
-        raise InvalidOptions([f"{needs}: pip install 'orchestrrl[{name.partition('-')[0]}]'"]) from error
+        raise InvalidOptions([f"{needs}; run pip install 'orchestrrl[{name.partition('-')[0]}]'"]) from error

@@ -162,7 +162,7 @@ class RestconfWire(yang.PolatisWire):
             name = path.rpartition("/")[2].rpartition(":")[2]
             is_leaf = path.endswith(yang.STARTUP_MODE)  # optional among the facts
             if not isinstance(body, dict) or not (is_leaf or isinstance(yang.found(body, name), Mapping)):
-                raise ValueError(f"must hold an object {name}, got {shown(body)}")
+                raise ValueError(f"the response must contain an object {name}, got {shown(body)}")
             return body
 
         return read_answer(answer, f"GET {self._root}{path}", read, text=_errors(answer))
@@ -213,7 +213,7 @@ def errors(body: object) -> str:
         parts = [entry.get(name) for name in ("error-tag", "error-message", "error-path")]
         told.append(": ".join(part[:SHOWN_CHARACTERS] for part in parts if isinstance(part, str) and part))
     if not any(told):
-        raise ValueError("the answer contains no error")
+        raise ValueError("the response contains no error")
     return "; ".join(told[:10])
 
 

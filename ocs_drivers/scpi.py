@@ -227,7 +227,7 @@ class ScpiWire(SwitchWire):
             return understand(line)
         except ValueError as error:
             await self.close()  # it may be the answer to another query
-            wrong = f"invalid answer: {error}"
+            wrong = f"invalid response: {error}"
             raise DriverPermanent(wrong, command=_short(query), answer=_short(line)) from error
 
     async def _complaints(self) -> list[str]:
@@ -238,12 +238,15 @@ class ScpiWire(SwitchWire):
             try:
                 complaint = text.read_complaint(line)
             except ValueError as error:
-                raise DriverRetryable(f"invalid answer: {error}", answer=_short(line)) from error
+                raise DriverRetryable(f"invalid response: {error}", answer=_short(line)) from error
             if not complaint:
                 return complaints
             complaints.append(complaint)
             await self._send(self._dialect.error_query)
-        raise DriverRetryable("the error queue is longer than its maximum", answer=_complaints_text(complaints[-1:]))
+        raise DriverRetryable(
+            f"the error queue contains more than {self._dialect.error_queue} entries",
+            answer=_complaints_text(complaints[-1:]),
+        )
 
     def _session(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self._streams is None or self._streams[0].at_eof():
@@ -256,7 +259,7 @@ class ScpiWire(SwitchWire):
             writer.write(b"".join(line.encode("ascii") + self._line_end for line in lines))
             await writer.drain()
         except OSError as error:
-            raise DriverRetryable(f"the connection broke: {reason_of(error)}") from error
+            raise DriverRetryable(f"the connection failed: {reason_of(error)}") from error
 
     async def _line(self) -> str:
         """Return the next received line, without its line end. Raises DriverRetryable if the connection breaks or the
@@ -269,14 +272,14 @@ class ScpiWire(SwitchWire):
             raise DriverRetryable("the device closed the connection", answer=_shown(error.partial)) from None
         except asyncio.LimitOverrunError as error:
             begin = await reader.read(SHOWN_CHARS)
-            wrong = f"the answer is longer than {LONGEST_ANSWER_BYTES} bytes"
+            wrong = f"the response is longer than {LONGEST_ANSWER_BYTES} bytes"
             raise DriverRetryable(wrong, answer=_shown(begin)) from error
         except OSError as error:
-            raise DriverRetryable(f"the connection broke: {reason_of(error)}") from error
+            raise DriverRetryable(f"the connection failed: {reason_of(error)}") from error
         try:
             return line.decode("ascii").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            raise DriverRetryable("the answer is not ASCII text", answer=_shown(line)) from error
+            raise DriverRetryable("the response is not ASCII text", answer=_shown(line)) from error
 
 
 class ScpiSwitch(ConfiguredSwitch, options=ScpiOptions, wire=ScpiWire):

@@ -6,7 +6,9 @@ Every function that parses an answer raises ValueError with the reason if the an
 
 import re
 from collections.abc import Sequence
+from statistics import mode
 
+from ocs_drivers.errors import shown
 from ocs_drivers.model import MOST_PORTS, Action, CrossConnect, PortStatus
 
 IDENTITY = "*idn?"
@@ -29,7 +31,9 @@ def setter(action: Action, pairs: Sequence[CrossConnect]) -> str:
     there are no pairs, because `sub` with an empty list could remove every circuit. The verbs that clear a switch,
     `only` and `disc:all`, are never used."""
     if not pairs:
-        raise ValueError("the list must not be empty: some devices take an empty list as every circuit")
+        raise ValueError(
+            "the list of circuits must not be empty, because some devices interpret an empty list as all circuits"
+        )
     ingress = port_list([pair.ingress_port for pair in pairs])
     egress = port_list([pair.egress_port for pair in pairs])
     return f"{_SETTERS[action]}{ingress},{egress}"
@@ -51,13 +55,13 @@ def read_ports(text: str) -> tuple[int, ...]:
     """Parse a port list such as `(@1,2,3)`. Ranges of SCPI channel lists, such as `(@1:3)`, are accepted."""
     listed = _LIST.fullmatch(text.strip())
     if not listed:
-        raise ValueError("must be a list of ports, (@1,2,3)")
+        raise ValueError(f"a list of ports must have the form (@1,2,3), got {shown(text)}")
     ports: list[int] = []
     for item in listed[1].split(",") if listed[1].strip() else ():
         first, colon, last = (part.strip() for part in item.partition(":"))
         ports += range(_number(first), _number(last) + 1) if colon else [_number(first)]
         if len(ports) > MOST_PORTS:
-            raise ValueError(f"must be a list of at most {MOST_PORTS} ports")
+            raise ValueError(f"a list of ports must contain at most {MOST_PORTS} ports, got at least {len(ports)}")
     return tuple(ports)
 
 
@@ -66,13 +70,15 @@ def read_connections(line: str) -> list[CrossConnect]:
     there are none."""
     lists = _PAIR_OF_LISTS.fullmatch(line)
     if not lists:
-        raise ValueError("must be two lists of ports, (@1,2,3),(@19,18,22)")
+        raise ValueError(f"connections must have the form (@1,2,3),(@19,18,22), got {shown(line)}")
     ingress, egress = read_ports(lists[1]), read_ports(lists[2])
     if len(ingress) != len(egress):
-        raise ValueError(f"the lists must be equally long, got {len(ingress)} and {len(egress)} ports")
+        raise ValueError(
+            f"the lists of ingress and egress ports must have equal lengths, got {len(ingress)} and {len(egress)}"
+        )
     for side in (ingress, egress):
         if len(set(side)) < len(side):
-            raise ValueError("a port must not be listed twice")
+            raise ValueError(f"port {mode(side)} is listed twice")
     return [CrossConnect(a, b) for a, b in zip(ingress, egress, strict=True)]
 
 
@@ -81,7 +87,7 @@ def read_size(line: str) -> tuple[range, range]:
     egress ports 17..32."""
     numbers = [_number(part.strip()) for part in line.split(",")]
     if len(numbers) != 2 or 0 in numbers:
-        raise ValueError("must be two numbers of ports >= 1")
+        raise ValueError(f"the size of a switch must be two numbers >= 1, such as 16,16, got {shown(line)}")
     ingress, egress = numbers
     return range(1, ingress + 1), range(ingress + 1, ingress + egress + 1)
 
@@ -91,7 +97,7 @@ def read_identity(line: str) -> tuple[str, str, str, str]:
     number and software version."""
     parts = [part.strip() for part in line.split(",", 3)]
     if len(parts) != 4 or not (parts[0] and parts[1]):
-        raise ValueError("must be vendor,model,serial,software")
+        raise ValueError(f"an identity must have the form vendor,model,serial,software, got {shown(line)}")
     vendor, model, serial, software = parts
     return vendor, model, serial, software
 
@@ -101,12 +107,12 @@ def read_port_states(line: str, count: int) -> list[PortStatus]:
     disabled and F for failed."""
     inner = line.strip()
     if not (inner.startswith("(") and inner.endswith(")")):
-        raise ValueError("must be a list of E, D and F, (D,E,F)")
+        raise ValueError(f"port states must have the form (D,E,F), got {shown(line)}")
     letters = [letter.strip().upper() for letter in inner[1:-1].split(",")]
     if wrong := sorted({letter for letter in letters if letter not in _STATES}):
-        raise ValueError(f"a port must be E, D or F, got {wrong[0]!r}")
+        raise ValueError(f"a port state must be E, D or F, got {wrong[0]!r}")
     if len(letters) != count:
-        raise ValueError(f"must have {count} ports, got {len(letters)}")
+        raise ValueError(f"the device must report {count} port states, got {len(letters)}")
     return [_STATES[letter] for letter in letters]
 
 
@@ -115,12 +121,12 @@ def read_complaint(line: str) -> str:
     Return "" for `0,"No error"`, which marks the end of the queue."""
     parts = _ERROR.fullmatch(line)
     if not parts:
-        raise ValueError('must be an entry of the error queue, 0,"No error"')
+        raise ValueError(f'an entry of the error queue must have the form 0,"No error", got {shown(line)}')
     code = int(parts[1])
     return f"{code} {parts[2] or (parts[3] or '').strip()}".rstrip() if code else ""
 
 
 def _number(text: str) -> int:
     if not _NUMBER.fullmatch(text):
-        raise ValueError(f"must be a number of at most 5 digits, got {text[:20]!r}")
+        raise ValueError(f"a number must have 1 to 5 digits, got {text[:20]!r}")
     return int(text)

@@ -97,11 +97,15 @@ class CalientTl1Wire(Tl1Wire):
         if all(whole_number(name) for name in names.values()) and not self._pinned:
             names = {whole_number(name): name for name in names.values()}
         if not names or min(names) != 1 or max(names) != len(names):
-            raise DriverPermanent("the ports cannot be numbered: set option port_names", answer=" ".join(there[:8]))
+            raise DriverPermanent(
+                "the ports cannot be numbered from 1 without gaps: set option port_names", answer=" ".join(there[:8])
+            )
         if absent := sorted({*names.values()} - {*there}, key=_natural):
             raise DriverPermanent(f"the device has no ports {', '.join(absent)}: check option port_names")
         if self._names and names != self._names:
-            raise DriverPermanent("the device's list of ports has changed: set option port_names and restart")
+            raise DriverPermanent(
+                "the device's list of ports has changed: set option port_names and restart the daemon"
+            )
         self.ingress = self.egress = range(1, len(names) + 1)
         self._names, self._numbers = names, {name: number for number, name in names.items()}
 
@@ -161,7 +165,9 @@ class CalientTl1Wire(Tl1Wire):
         if connection is None:
             raise DriverPermanent(f"connection {pair} does not exist")
         if connection.is_two_way:
-            raise DriverPermanent(f"{pair} is half of a two-way connection, remove both halves of {connection.name}")
+            raise DriverPermanent(
+                f"{pair} is half of the two-way connection {connection.name}: remove {connection.name} on the device"
+            )
         for verb in ("CANC-CRS", "DLT-CRS"):
             try:
                 # A command without a name would not identify the connection to delete.

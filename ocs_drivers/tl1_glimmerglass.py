@@ -49,7 +49,9 @@ class GlimmerglassTl1Wire(Tl1Wire):
         sides = parse_size(self._system.get("LICENSEDPORTMATRIX", ""))
         if sides is None:
             raise DriverPermanent(
-                "the device does not report its size", command="rtrv-system-info", answer=str(self._system)
+                "the device does not report its size (parameter LICENSEDPORTMATRIX)",
+                command="rtrv-system-info",
+                answer=str(self._system),
             )
         self.ingress, self.egress = sides[1], range(1, len(sides[2]) + 1)
 

@@ -55,7 +55,9 @@ class PolatisTl1Wire(Tl1Wire):
         told = " ".join(await self.ask("RTRV-EQPT::SYSTEM:<ctag>:::PARAMETER=SIZE;"))
         size = re.search(r"SIZE=(\w+)", told, re.IGNORECASE)
         if size is None or (sides := parse_size(size[1])) is None:
-            raise DriverPermanent("the device does not report its size", command="RTRV-EQPT::SYSTEM", answer=told)
+            raise DriverPermanent(
+                "the device does not report its size (parameter SIZE)", command="RTRV-EQPT::SYSTEM", answer=told
+            )
         self._connectivity, self.ingress, self.egress = sides
         mode = await self._if_known("RTRV-EQPT::BOOT:<ctag>:::PARAMETER=MODE;")
         if said := re.search(r"MODE=(DARK|RESTORE)", mode, re.IGNORECASE):

@@ -57,7 +57,9 @@ class Tl1Session:
         wait."""
         while not self._framer.line_so_far.rstrip().endswith(text):
             if self.lost:
-                raise DriverRetryable(f"the connection broke before the prompt: {self.lost}", after_s=0.0)
+                raise DriverRetryable(
+                    f"the connection failed before the prompt {text!r} appeared: {self.lost}", after_s=0.0
+                )
             self._has_received.clear()
             await self._has_received.wait()
 
@@ -73,7 +75,7 @@ class Tl1Session:
         line = command.replace("<ctag>", ctag, 1)
         shown = shown or line
         if self.lost:
-            raise DriverRetryable(f"the connection broke: {self.lost}", after_s=0.0, command=shown)
+            raise DriverRetryable(f"the connection failed: {self.lost}", after_s=0.0, command=shown)
         unclear = DriverOutcomeUnknown if is_setter else DriverRetryable
         reply: asyncio.Future[Tl1Message] = asyncio.get_running_loop().create_future()
         self._waiting[ctag] = reply
@@ -82,19 +84,21 @@ class Tl1Session:
             await self._writer.drain()
             answer = await reply
         except OSError as error:
-            raise unclear(f"the connection broke: {error}", command=shown) from error
+            raise unclear(f"the connection failed: {error}", command=shown) from error
         finally:
             self._waiting.pop(ctag, None)
             if reply.done() and not reply.cancelled():
                 reply.exception()  # mark it as retrieved, even if drain failed first
         match answer.kind:
             case "RL":
-                raise DriverRetryable("the device is busy: repeat later", command=shown, answer=answer.kind)
+                raise DriverRetryable("the device is busy: try again later", command=shown, answer=answer.kind)
             case "NG":
                 wrong = "the device cannot carry out the command in its present state"
                 raise DriverPermanent(wrong, command=shown, answer=answer.kind)
             case "NA":
-                raise unclear("the device reports an unknown outcome", command=shown, answer=answer.kind)
+                raise unclear(
+                    "the device reports that the outcome of the command is unknown", command=shown, answer=answer.kind
+                )
         if not answer.done:
             raise Tl1Denied(answer, shown)
         return answer

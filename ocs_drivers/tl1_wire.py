@@ -142,7 +142,9 @@ class Tl1Wire(SwitchWire):
                 await self.close()
                 if attempt + 1 == LOGIN_ATTEMPTS:
                     raise DriverRetryable(
-                        "the device allows no more sessions", command=refusal.command, answer=refusal.answer
+                        "the device allows no more sessions: close an unused session",
+                        command=refusal.command,
+                        answer=refusal.answer,
                     ) from refusal
         await self.attach()
         if self._options.messages is not Tl1Messages.AS_IS:
@@ -188,7 +190,9 @@ class Tl1Wire(SwitchWire):
             except DriverRetryable as error:
                 if not index:
                     raise
-                raise partly_done(f"{index} of {len(lines)} lines were carried out before the error", error) from error
+                raise partly_done(
+                    f"{index} of {len(lines)} command lines were carried out before the error", error
+                ) from error
 
     def facts(
         self, *, vendor: str, model: str, serial: str, software: str, connectivity: Connectivity | None = None
@@ -225,7 +229,7 @@ class Tl1Wire(SwitchWire):
     @property
     def _session(self) -> Tl1Session:
         if self._open_session is None:
-            raise DriverRetryable("no session is open", after_s=0.0)
+            raise DriverRetryable("no session with the device is open", after_s=0.0)
         return self._open_session
 
     def _on_report(self, report: Tl1Message) -> None:
@@ -258,5 +262,7 @@ def port_list(ports: Sequence[int]) -> str:
     """Format ports as a list such as `1&2&3`. Raises ValueError if there are none, because some devices interpret an
     empty list as all ports."""
     if not ports:
-        raise ValueError("the list must not be empty: some devices take an empty list as every circuit")
+        raise ValueError(
+            "the list of circuits must not be empty, because some devices interpret an empty list as all circuits"
+        )
     return "&".join(map(str, ports))

@@ -58,12 +58,14 @@ class VirtualSwitchWire(SwitchWire):
     async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
         self._check_session()
         if not pairs:
-            raise ValueError("the list must not be empty: some devices take an empty list as every circuit")
+            raise ValueError(
+                "the list of circuits must not be empty, because some devices interpret an empty list as all circuits"
+            )
         command = f"{'connect' if action is Action.ADD else 'disconnect'} {' '.join(map(str, pairs))}"
         try:
             await self._model.set(action, pairs, command)
         except ConnectionBroken:
-            raise DriverOutcomeUnknown("the connection broke", command=command) from None
+            raise DriverOutcomeUnknown("the connection failed during the command", command=command) from None
         except DriverPermanent as error:
             error.command = command
             raise

@@ -166,7 +166,7 @@ class WindowReporter:
         try:
             doorbell = RingDoorbell(self._directory)
         except OSError as error:  # e.g. a path too long for a socket
-            raise Permanent(f"{self._directory}: cannot create a doorbell there: {error}") from error
+            raise Permanent(f"{self._directory}: cannot create the doorbell socket in this folder: {error}") from error
         loop = asyncio.get_running_loop()
         loop.add_reader(doorbell.fileno(), self._rung, doorbell)
         try:
@@ -262,12 +262,14 @@ def _alone(directory: Path) -> Iterator[None]:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         opened = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise Permanent(f"{directory}: cannot read rings there: {error.strerror}") from error
+        raise Permanent(f"{directory}: cannot create the folder or its lock file: {error.strerror}") from error
     try:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Permanent(f"{directory}: another agent already reads the rings there") from None
+            raise Permanent(
+                f"{directory}: another agent already reads the ring buffers in this folder; run only one agent per host"
+            ) from None
         yield
     finally:
         os.close(opened)

@@ -237,7 +237,7 @@ def _announced(each: TracedProcess, event: RingEvent) -> fabric_pb2.Announcement
         parsed = json.loads(event.payload or b"")
         period, intent = parsed["period"], parsed["body"]
         if not isinstance(period, str) or not isinstance(intent, dict):
-            raise ValueError(f"period must be a string and body an object, got {period!r} and {intent!r}")
+            raise ValueError(f"period must be a string and body must be an object, got {period!r} and {intent!r}")
     except (ValueError, KeyError, TypeError) as error:
         logger.warning("rank %d sent an invalid announcement: %s", each.rank, error)
         return None

@@ -105,4 +105,6 @@ class Agent:
     async def _refuse(self, operation: Operation) -> OperationResult:
         """Raise Permanent for any order of the daemon, because agents carry out no orders. The link returns the error
         as a failed result."""
-        raise Permanent(f"{self._id} is an agent: only gateways carry out {operation.action.kind}")
+        raise Permanent(
+            f"{self._id} is an agent and cannot carry out {operation.action.kind}: only gateways carry out operations"
+        )

@@ -219,7 +219,7 @@ def writing(path: Path, option: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         if option:
-            raise ProblemFaults([f"{option}: cannot be written: {error.strerror}, got {str(path)!r}"]) from None
+            raise ProblemFaults([f"{option}: cannot write {str(path)!r}: {error.strerror}"]) from None
         fail(f"{path}: cannot be written: {error.strerror}")
 
 

@@ -101,7 +101,7 @@ def _read(source: str) -> bytes:
     try:
         return sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
     except OSError as error:
-        raise ProblemFaults([f"(document): cannot be read: {error.strerror}, got {shorten(source)}"]) from error
+        raise ProblemFaults([f"(document): cannot be read from {shorten(source)}: {error.strerror}"]) from error
 
 
 class _Object(dict[str, Any]):
@@ -123,11 +123,11 @@ def _parse(text: bytes) -> tuple[Any, list[str]]:
         return document, list(_repeated_keys(document))
     except RecursionError as error:
         raise ProblemFaults(
-            [f"(document): must not be nested so deeply, got {shorten(text[:80].decode(errors='replace'))}"]
+            [f"(document): is nested too deeply, got {shorten(text[:80].decode(errors='replace'))}"]
         ) from error
     except ValueError as error:  # invalid JSON, invalid encoding, or a number of thousands of digits
         raise ProblemFaults(
-            [f"(document): must be valid JSON: {error}, got {shorten(text.decode(errors='replace'))}"]
+            [f"(document): must be valid JSON, got {shorten(text.decode(errors='replace'))}: {error}"]
         ) from error
 
 

@@ -92,7 +92,7 @@ async def within(clock: Clock, limit_s: float, work: Awaitable[T]) -> T:
         return await work
     except asyncio.CancelledError:
         if expired and task.uncancel() <= cancelled_before:
-            raise Permanent(f"took longer than {limit_s:g} s") from None
+            raise Permanent(f"timed out after {limit_s:g} s") from None
         raise
     finally:
         timer.cancel()

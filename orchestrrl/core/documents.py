@@ -76,7 +76,7 @@ def parse_yaml(text: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise ProblemFaults([f"(document): is not YAML: {' '.join(str(error).split())}"]) from None
+        raise ProblemFaults([f"(document): is not valid YAML: {' '.join(str(error).split())}"]) from None
     except RecursionError:
         raise ProblemFaults([f"(document): is nested too deeply, got {shorten(text)}"]) from None
 
@@ -96,7 +96,7 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable) and key in seen:
                 raise yaml.constructor.ConstructorError(
-                    "while reading a mapping", node.start_mark, f"key {key!r} occurs twice", key_node.start_mark
+                    "while constructing a mapping", node.start_mark, f"found duplicate key {key!r}", key_node.start_mark
                 )
             if isinstance(key, Hashable):
                 seen.add(key)

@@ -444,7 +444,7 @@ class OperationRun(Generic[S]):
             self._log.step(self._description.id, entry)
         except OrchestrRLError as error:
             if report.direction is StepDirection.FORWARD and not self._description.is_committed():
-                raise OperationFailure(None, f"it cannot be journalled: {error}", error) from error
+                raise OperationFailure(None, f"the step cannot be journalled: {error}", error) from error
             # A full disk must not prevent the rollback.
             logger.error("%s: %s", self._description, error)
         logger.info("%s: %s %s %s", self._description, step, report.state, report.detail)
@@ -485,7 +485,7 @@ def check_record(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the body of a step's entry. Raises ValueError if a field that `resume` reads is missing or invalid."""
     missing = {"attempt", "number", "direction", "state", "detail", "began_s", "elapsed_s"} - entry.keys()
     if missing:
-        raise ValueError(f"has no {min(missing)}")
+        raise ValueError(f"the entry has no field {min(missing)}")
     StepDirection(entry["direction"]), StepState(entry["state"])
     return entry
 

@@ -31,7 +31,7 @@ class PlugPoint:
     def check(self, name: str) -> None:
         """Raise Permanent if the name is unknown. The error lists the known names."""
         if name not in self:
-            raise Permanent(f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}")
+            raise Permanent(f"unknown {self.kind} {name!r}: must be one of {', '.join(self.names())}")
 
     def load(self, name: str) -> Any:
         """Import an implementation and return it. Raises Permanent if the name is unknown or a dependency is not
@@ -40,7 +40,7 @@ class PlugPoint:
         try:
             return EntryPoint(name, self.built_in.get(name) or _registered(self.group)[name], self.group).load()
         except ImportError as error:
-            raise Permanent(f"{self.kind} {name!r} has a missing dependency: {error}") from error
+            raise Permanent(f"cannot load {self.kind} {name!r}, because a dependency is missing: {error}") from error
 
 
 @cache  # reads a file of every installed package

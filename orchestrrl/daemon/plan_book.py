@@ -82,7 +82,7 @@ class PlanBook:
     def get(self, plan: PlanId) -> Plan:
         """Return the plan. Raises Permanent if it is not among the stored plans."""
         if plan not in self._plans:
-            raise Permanent(f"plan {plan!r} is not among the {REMEMBERED} newest")
+            raise Permanent(f"plan {plan!r} does not exist or is not among the {REMEMBERED} newest plans")
         return self._plans[plan]
 
     def newest(self, limit: int) -> list[Plan]:

@@ -67,8 +67,12 @@ def model_of(facts: ServingFacts) -> tuple[Model, str]:
     except UnknownModel:
         similar = similar_model(facts.model)
         if similar is None:
-            reason = f"its model is unknown: {facts.model}" if facts.model else "the engine does not report its model"
-            raise NoPrior(f"{reason}, and its config.json cannot be read") from None
+            reason = (
+                f"the engine's model is unknown: {facts.model}"
+                if facts.model
+                else "the engine does not report its model"
+            )
+            raise NoPrior(f"{reason}, and the config.json of the model cannot be read") from None
         return similar, f"like {similar.name} (by its name)"
     return model, model.name
 
@@ -122,7 +126,7 @@ def _gpu(facts: ServingFacts) -> GpuModel:
     try:
         return gpu_of_product(facts.gpu)
     except UnknownGpu:
-        raise NoPrior(f"its GPU is not in the cost model: {facts.gpu}") from None
+        raise NoPrior(f"the engine's GPU is not in the cost model: {facts.gpu}") from None
 
 
 def _predicted(
@@ -131,7 +135,7 @@ def _predicted(
     """Return the prediction for the reported layout. If no layout is reported, use the first layout with enough KV
     capacity for a request of `longest_tokens`, since an engine with less capacity does not start."""
     if (facts.pp or 1) > 1:
-        raise NoPrior(f"step times of pipeline stages are not modelled: PP={facts.pp}")
+        raise NoPrior(f"step times of pipeline stages are not modelled, got PP={facts.pp}")
     for tp in (facts.tp,) if facts.tp else TP_TRIED:
         dp = facts.dp or 1
         layout = Parallelism(tp=tp, dp=dp, ep=tp * dp if facts.ep and model.moe else 1)
@@ -141,13 +145,16 @@ def _predicted(
         except DoesNotFit:
             continue
         except (ValueError, ArithmeticError) as error:
-            raise NoPrior(f"its step times cannot be predicted: {error}") from error
+            raise NoPrior(f"the engine's step times cannot be predicted: {error}") from error
         if not facts.tp and profile.kv_capacity_tokens < longest_tokens:
             continue
         if not _sound(profile):
-            raise NoPrior(f"its step times cannot be predicted from the sizes of {model.name}")
+            raise NoPrior(f"the engine's step times cannot be predicted from the sizes of {model.name}")
         return profile
-    raise NoPrior(f"by its reported facts, {model.name} does not fit into {gpu.name.upper()}, TP={facts.tp or 'any'}")
+    raise NoPrior(
+        f"{model.name} does not fit into the memory of {gpu.name.upper()} with TP={facts.tp or 'any'}, "
+        "according to the facts that the engine reports"
+    )
 
 
 def _sound(profile: EngineProfile) -> bool:

@@ -204,7 +204,7 @@ async def test_staying_engine_killed(harness: Harness) -> None:
         ("fails", "ready of {new}: {new} ended while it started"),
         pytest.param("wrong", "verify of {new}", marks=pytest.mark.slow),
         pytest.param("lies", "verify of {new}: has another layout", marks=pytest.mark.slow),
-        pytest.param("hangs", "ready of {new}: took longer than", marks=pytest.mark.slow),
+        pytest.param("hangs", "ready of {new}: timed out after", marks=pytest.mark.slow),
     ],
 )
 async def test_new_engine_with_wrong_properties(harness: Harness, fault: str, reports: str) -> None:

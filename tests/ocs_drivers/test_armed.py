@@ -113,7 +113,7 @@ async def test_begin_refuses_changed_revision(switch: Switch) -> None:
         armed = await driver.arm(diff, diff.revision)
         other = await driver.plan(CircuitChange((OTHER,)))
         await driver.commit(other, other.revision)
-        async with refusal(CircuitConflict, "expected"):
+        async with refusal(CircuitConflict, "but the change was planned for revision"):
             await armed.begin()
         assert (await driver.cross_connects()).cross_connects == {OTHER}
 

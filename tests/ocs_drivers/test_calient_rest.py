@@ -80,7 +80,7 @@ async def test_failure_inside_http_200_is_reported_per_item() -> None:
         emulator.device.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, 10))
         result = await driver.commit(diff, diff.revision)
         assert [item.done for item in result.items] == [True, False]
-        assert "1 of 2 failed" in result.items[1].detail
+        assert "the request failed for 1 of 2 connections" in result.items[1].detail
         assert "1.1.2>1.2.2: FAILED: PORT 10 FAILED" in result.items[1].detail
         states = {port.port: port.status for port in await driver.ports()}
         assert states[10] is PortStatus.FAILED
@@ -101,7 +101,7 @@ async def test_changed_port_list_is_refused() -> None:
     async with switch() as (driver, emulator, _):
         await carry_out(driver, (ONE,))
         emulator._names = type(emulator._names)([*emulator._names.names, "1.0.1"])
-        async with refusal(DriverPermanent, "other ports than before (2 differ, 1.0.1 first)"):
+        async with refusal(DriverPermanent, "different ports than before (2 differ, the first is 1.0.1)"):
             await driver.ports()
 
 

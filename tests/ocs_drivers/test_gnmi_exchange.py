@@ -119,7 +119,7 @@ def test_circuits_include_rows_of_either_table() -> None:
     shown = {"2A-1B": {"a_side_status": "tuned", "b_side_status": "tuned"}}
     found = gnmi_sonic.circuits(SonicPorts(16, 16), {"1A-16B": {"a_side": "1A", "b_side": "16B"}}, shown)
     assert [str(circuit.cross_connect) for circuit in found] == ["1:32", "2:17"]
-    with pytest.raises(ValueError, match="1A-16B must have"):
+    with pytest.raises(ValueError, match="a_side and b_side of cross-connect 1A-16B must be"):
         gnmi_sonic.circuits(SonicPorts(16, 16), {"1A-16B": {"a_side": "1A", "b_side": "2B"}}, {})
 
 
@@ -177,7 +177,7 @@ def test_connection_listed_under_both_ports_is_one_circuit() -> None:
         DeviceCircuit(CrossConnect(4, 5), CircuitState.TUNING): {4},
     }
     wrong = {"slot": "1", "port": "4", "config": {"peer-slot": "2", "peer-port": "6"}}
-    with pytest.raises(ValueError, match="must stay within its module"):
+    with pytest.raises(ValueError, match=r"peer-slot of port \d+ must be"):
         gnmi_openconfig.circuits(known, {"port-connection": [wrong]})
 
 
@@ -467,7 +467,7 @@ async def test_tls_authenticates_both_sides(tmp_path: Path) -> None:
                 await driver.facts()
             await driver.close()
         driver = driver_for(address, **trusted, tls_cert_file=str(tmp_path / "no"), tls_key_file=files["ours.key"])
-        async with refusal(DriverPermanent, "no cannot be read: No such file or directory"):
+        async with refusal(DriverPermanent, "/no: No such file or directory"):
             await driver.facts()
         await driver.close()
 

@@ -89,9 +89,9 @@ async def test_missing_answer_raises_after_time_limit() -> None:
     async with silent:
         host, port = silent.sockets[0].getsockname()[:2]
         async with session(f"{host}:{port}", limit_s=0.05) as http:
-            async with refusal(DriverRetryable, "no answer within 0.05 s"):
+            async with refusal(DriverRetryable, "the device did not respond within 0.05 s"):
                 await http.request("GET", "/x")
-            async with refusal(DriverOutcomeUnknown, "no answer within 0.05 s"):
+            async with refusal(DriverOutcomeUnknown, "the device did not respond within 0.05 s"):
                 await http.request("POST", "/x", is_setter=True)
 
 
@@ -143,7 +143,7 @@ async def test_redirects_are_not_followed() -> None:
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "9" * 5000, "NaN", "-Infinity", "{", "", "\ud800", '{"a":1}x'])
 def test_parse_json_refuses_invalid_json(text: str) -> None:
-    with pytest.raises(ValueError, match=r"not JSON|."):
+    with pytest.raises(ValueError, match=r"not valid JSON|."):
         parse_json(text.encode("utf-8", "surrogatepass"))
 
 

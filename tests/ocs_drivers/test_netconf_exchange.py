@@ -274,7 +274,7 @@ async def test_second_session_is_retryable_with_one_session() -> None:
     async def use(address: str) -> None:
         one, other = driver_for(emulator, address), driver_for(emulator, address)
         await one.cross_connects()
-        async with refusal(DriverRetryable, "ocs1", "the session broke"):
+        async with refusal(DriverRetryable, "ocs1", "the session failed"):
             await other.cross_connects()
         await one.close()
         assert await connected(other) == frozenset()

@@ -175,7 +175,7 @@ async def test_answer_without_requested_container_is_refused(name: str, verb: st
     told = {key.replace("NAME", name): value for key, value in body.items()}
     async with switch({"power": True}, power=True) as (driver, emulator, _):
         answering(emulator, {name: told})
-        async with refusal(DriverPermanent, "invalid answer", f"must hold an object {name.rpartition('/')[2]}"):
+        async with refusal(DriverPermanent, "invalid response", f"must contain an object {name.rpartition('/')[2]}"):
             await getattr(driver, verb)()
 
 

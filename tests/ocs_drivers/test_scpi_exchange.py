@@ -317,7 +317,7 @@ async def test_endless_error_queue_is_outcome_unknown(profile: str, query: str, 
     begin = [("*cls", b""), (":oxc:swit:conn:add (@1),(@17)", b"")]
     peer = Peer([*begin, *[(query, b'-310,"System error"\n')] * (queue + 2)])
     async with wire_to(peer, profile=profile) as wire:
-        async with refusal(DriverOutcomeUnknown, "longer than its maximum", "-310 System error"):
+        async with refusal(DriverOutcomeUnknown, "the error queue contains more than", "-310 System error"):
             await wire.set(Action.ADD, [ONE])
     assert len(peer.script) <= 1
 
@@ -350,7 +350,7 @@ async def test_silent_device_is_retryable_after_time_limit() -> None:
             while len(peer.script) > left:
                 await asyncio.sleep(0.001)
             await clock.advance(2.6)
-        async with refusal(DriverRetryable, "ocs1", "no answer within 5 s"):
+        async with refusal(DriverRetryable, "ocs1", "the device did not respond within 5 s"):
             await facts
     assert peer.sessions == 2
 
@@ -390,13 +390,13 @@ async def test_invalid_answer_raises_driver_error(
 @pytest.mark.parametrize(
     ("question", "answer", "words"),
     [
-        (":oxc:swit:size?", b"16,16,16\n", "two numbers of ports"),
-        (":oxc:swit:size?", b"16,0\n", "two numbers of ports"),
-        (":oxc:swit:size?", b"-113,'?'\n", "a number of at most 5 digits"),
-        (":oxc:swit:conn:stat?", b"(@1,2),(@17)\n", "equally long"),
+        (":oxc:swit:size?", b"16,16,16\n", "two numbers >= 1"),
+        (":oxc:swit:size?", b"16,0\n", "two numbers >= 1"),
+        (":oxc:swit:size?", b"-113,'?'\n", "a number must have 1 to 5 digits"),
+        (":oxc:swit:conn:stat?", b"(@1,2),(@17)\n", "must have equal lengths"),
         (":oxc:swit:conn:stat?", b"(@1,1),(@17,18)\n", "listed twice"),
         (":oxc:swit:conn:stat?", b"(@1:99999,1:99999),(@1)\n", "at most 99999 ports"),
-        (":oxc:swit:conn:stat?", b"(@1,),(@17,18)\n", "a number of at most 5 digits"),
+        (":oxc:swit:conn:stat?", b"(@1,),(@17,18)\n", "a number must have 1 to 5 digits"),
     ],
 )
 async def test_invalid_lists_are_refused(question: str, answer: bytes, words: str) -> None:

@@ -171,7 +171,7 @@ async def test_prompt_is_awaited_before_login() -> None:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
     driver = Tl1Switch("ocs1", address=f"{host}:{port}", dialect="calient", prompt="agent>", command_timeout_s=60.0)
-    with pytest.raises(DriverRetryable, match="the connection broke"):
+    with pytest.raises(DriverRetryable, match="the connection failed"):
         await driver.facts()
     await driver.close()
     server.close()

@@ -136,7 +136,7 @@ async def test_failed_revert_ends_on_confirmation_of_present_revision(
     result_revision = (await switch.cross_connects()).revision
     switch.model.inject(DeviceFault(DeviceFaultKind.DISABLE_PORT, 17))
     await clock.sleep(12.0)
-    async with refusal(CircuitConflict, "read it and confirm that state"):
+    async with refusal(CircuitConflict, "read the device and confirm its revision"):
         await switch.confirm(result_revision)
     await switch.confirm((await switch.cross_connects()).revision)
     assert await trial_of(switch) is None

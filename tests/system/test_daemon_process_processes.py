@@ -109,7 +109,7 @@ def test_port_or_journal_in_use_is_reported(start: Callable[..., Daemon], tmp_pa
     same_journal = start()
     assert first.address, first.errors
     assert same_journal.process.wait(DEADLINE_S) == 1
-    wait_for(lambda: same_journal.logged("another daemon writes this journal"))
+    wait_for(lambda: same_journal.logged("another daemon already uses this journal"))
     other = {"journal": {"path": str(tmp_path / "other.sqlite")}}
     same_port = start(listen={"address": first.address}, **other)
     assert same_port.process.wait(DEADLINE_S) == 1

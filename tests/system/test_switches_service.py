@@ -129,7 +129,7 @@ def test_overwrite_keeps_only_what_is_named(daemon: Stack) -> None:
     [
         (
             ("3:x", "17", "5:19", "6:99999999999"),
-            ["pairs[0]: must be INGRESS:EGRESS, two port numbers, got '3:x'", "pairs[1]:", "pairs[3]:"],
+            ["pairs[0]: must be INGRESS:EGRESS with two port numbers, got '3:x'", "pairs[1]:", "pairs[3]:"],
         ),
         (
             ("3:17", "4:17", "99:18"),

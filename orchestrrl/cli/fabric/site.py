@@ -324,7 +324,9 @@ def _device(text: str) -> SwitchModel:
     if not numbers:
         raise ValueError(f"must be one of {', '.join(DEVICES)}, or NAME:PORTS:RECONFIGURATION_S")
     if name in DEVICES:
-        raise ValueError(f"must have a name other than the known device of {DEVICES[name].ports} ports")
+        raise ValueError(
+            f"must have a different name, because {name} is a known device with {DEVICES[name].ports} ports"
+        )
     try:
         ports, reconfiguration_s = int(numbers[0]), float(numbers[1])
     except (ValueError, IndexError):

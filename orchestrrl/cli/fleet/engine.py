@@ -86,7 +86,7 @@ def _read_yaml(path: Path) -> Any:
     try:
         return yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ProblemFaults([f"lengths: cannot be read: {error}"]) from error
+        raise ProblemFaults([f"lengths: cannot read {path}: {error}"]) from error
 
 
 async def _serve(options: "SimulatedOptions", host: str, port: int) -> None:

@@ -180,7 +180,7 @@ def _existing(path: Path, gpu: str) -> "Profile | None":
         return None
     profile = read_profile(path)
     if gpu and gpu != profile.gpu:
-        raise ProblemFaults([f"--gpu: must be {profile.gpu}, as in {path}, got {gpu!r}"])
+        raise ProblemFaults([f"--gpu: must be {profile.gpu}, the GPU of the profile in {path}, got {gpu!r}"])
     return profile
 
 

@@ -74,7 +74,8 @@ def predict(
     configurations = candidates(served, hardware, gpus, per_node, product, good_in, precision)
     if not configurations:
         raise Permanent(
-            f"{served.name} does not fit on any layout of up to {gpus} {hardware.name}: raise --gpus or reduce the bits"
+            f"{served.name} does not fit on any layout of up to {gpus} {hardware.name} GPUs: "
+            "raise --gpus, or reduce --weight-bits or --kv-bits"
         )
     moves = move_costs(served, hardware, product, precision, recompute_tp=min(per_node, gpus))
     return _output(Profile(served.name, hardware.name, product.name, tuple(configurations), moves), out)
@@ -153,7 +154,9 @@ def fit(
 
     deployments = read_silicon(measured).deployments
     if not deployments:
-        raise ProblemFaults([f"(document): must have a row that can be predicted, got {measured}"])
+        raise ProblemFaults(
+            [f"(document): must contain at least one row whose step times can be predicted, got none in {measured}"]
+        )
     note(f"fitting {len(deployments)} deployments ...")
     sets = roofline_fit.fit(deployments)
     errors = roofline_fit.left_out_errors(deployments, sets)

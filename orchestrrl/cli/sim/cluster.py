@@ -305,7 +305,7 @@ def _run_and_keep(scenario: "ClusterScenario", out: Path | None) -> "list[Cluste
     except Permanent as error:
         if not kept:
             raise
-        raise Permanent(f"{error}; earlier runs stored in {out}: {kept}") from error
+        raise Permanent(f"{error}; the results of {kept} earlier runs are stored in {out}") from error
 
 
 def keep(out: Path, scenario: Mapping[str, Any], results: "Sequence[ClusterResult]") -> None:
@@ -315,7 +315,7 @@ def keep(out: Path, scenario: Mapping[str, Any], results: "Sequence[ClusterResul
     try:
         write(out, scenario, results)
     except OSError as error:
-        raise Permanent(f"--out: results cannot be written to {out}: {error.strerror}") from None
+        raise Permanent(f"--out: cannot write results to {out}: {error.strerror}") from None
 
 
 def _output(columns: Columns, scenario: "ClusterScenario", results: "list[ClusterResult]", out: Path | None) -> Output:

@@ -50,7 +50,9 @@ def gen(
 
     logging.getLogger("orchestrrl").setLevel(logging.ERROR)  # the simulated redeployments would log warnings
     if bool(scenario) == example:
-        raise ProblemFaults([f"SCENARIO: must be given, or --example, got {scenario!r} and --example {example}"])
+        raise ProblemFaults(
+            [f"SCENARIO: exactly one of SCENARIO and --example must be given, got {scenario!r} and --example {example}"]
+        )
     faults: list[str] = []
     loaded = or_faults(faults, lambda: with_steps(load_scenario(scenario or EXAMPLE), steps))
     names = or_faults(faults, lambda: chosen_arms(parts_of(arms)))
@@ -98,7 +100,7 @@ def make_folder(folder: Path, option: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ProblemFaults([f"{option}: cannot be created: {error.strerror}, got {str(folder)!r}"]) from None
+        raise ProblemFaults([f"{option}: cannot create {str(folder)!r}: {error.strerror}"]) from None
 
 
 def parts_of(text: str) -> list[str]:

@@ -181,7 +181,7 @@ def _read(codec: str, message: Any) -> Any:
     try:
         return getattr(weights, codec).from_pb(message)
     except ValueError as error:
-        raise Permanent(f"the daemon is newer than this command: {error}") from None
+        raise Permanent(f"the report cannot be read, because the daemon is newer than this command: {error}") from None
 
 
 # --- views
@@ -222,4 +222,4 @@ def _draw(profiles: "list[SyncProfile]", target: Path) -> None:
     try:
         draw(profiles, target)
     except (OSError, ValueError) as error:
-        raise ProblemFaults([f"--picture: {error}, got {str(target)!r}"]) from None
+        raise ProblemFaults([f"--picture: cannot write {str(target)!r}: {error}"]) from None

@@ -75,7 +75,7 @@ class LaunchSettings(Section):
     @classmethod
     def _a_range(cls, ports: tuple[int, int]) -> tuple[int, int]:
         if not ports[0] <= ports[1] <= 65535:
-            raise ValueError("must be the first and the last port of a range up to 65535")
+            raise ValueError("must be the first and the last port of a range within 1..65535")
         return ports
 
 

@@ -125,7 +125,7 @@ class ConfigurationSettings(Section):
     @model_validator(mode="after")
     def _takes_its_gpus(self) -> Self:
         if self.layout().gpus != self.gpus:
-            raise ValueError(f"parallelism must use {self.gpus} GPUs, uses {self.layout().gpus}")
+            raise ValueError(f"parallelism must use {self.gpus} GPUs, got {self.layout().gpus}")
         return self
 
     def layout(self) -> Parallelism:

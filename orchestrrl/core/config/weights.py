@@ -56,7 +56,7 @@ class NetworkSettings(Section):
         for name in ("pods", "tors"):
             ids = [each.id for each in getattr(self, name)]
             if twice := sorted({each for each in ids if ids.count(each) > 1}):
-                raise ValueError(f"{name} must have unique ids, got {', '.join(twice)} twice")
+                raise ValueError(f"{name} must have unique ids, got duplicates of {', '.join(twice)}")
         return self
 
 

@@ -225,7 +225,7 @@ def identify(path: Path, db: sqlite3.Connection, tail: JournalTail | None = None
     if version not in (UNGUARDED, SCHEMA_VERSION):
         if tail is not None and tail.format != version:
             raise ValueError("the header is damaged")
-        raise Permanent(f"{path}: has journal format {version}, this version supports {SCHEMA_VERSION}")
+        raise Permanent(f"{path}: has journal format {version}, but this version supports only format {SCHEMA_VERSION}")
     return int(version)
 
 

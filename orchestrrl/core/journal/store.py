@@ -148,7 +148,9 @@ class JournalReader:
             self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
             self._db.text_factory = bytearray
             if identify(path, self._db) == UNGUARDED:
-                raise Permanent(f"{path}: has journal format 1; start a daemon on it to convert it to {SCHEMA_VERSION}")
+                raise Permanent(
+                    f"{path}: has journal format 1; start a daemon to convert it to format {SCHEMA_VERSION}"
+                )
 
     def tail(self, count: int, kinds: Sequence[str] = ()) -> list[JournalEntry]:
         """Return the newest `count` entries of these kinds (by default, of all kinds), oldest first."""
@@ -279,7 +281,9 @@ class Journal(JournalReader):
         except OSError as error:
             raise Permanent(f"{self.path}: is damaged and cannot be moved: {error.strerror or error}") from error
         if found.faults:
-            raise Permanent(f"{self.path}: is damaged: {'; '.join(found.faults)}; move it away to start a new one")
+            raise Permanent(
+                f"{self.path}: is damaged: {'; '.join(found.faults)}; move the file away to start a new journal"
+            )
         return found
 
     def _examine(self) -> JournalExamination:
@@ -364,7 +368,9 @@ class Journal(JournalReader):
             text = json.dumps(body, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
             number, kind_, subject_, body_ = self._sequence + 1, kind.encode(), subject.encode(), text.encode()
         except (ValueError, TypeError, RecursionError) as error:
-            raise Permanent(f"{self.path}: {kind} cannot be written: {_why_not(at_s, subject, body, error)}") from None
+            raise Permanent(
+                f"{self.path}: the {kind} entry cannot be written: {_why_not(at_s, subject, body, error)}"
+            ) from None
         sum_ = checksum(number, at_s, self.generation, kind_, subject_, body_)
         durable = kind in _DURABLE
         with _naming(self.path, self._damaged), self._synchronous(durable):
@@ -468,12 +474,12 @@ def _locked(path: Path) -> int:
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise Permanent(f"{lock}: {error.strerror}") from None
+        raise Permanent(f"{lock}: cannot open the lock file: {error.strerror}") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise Permanent(f"{path}: another daemon writes this journal; set a different journal.path") from None
+        raise Permanent(f"{path}: another daemon already uses this journal; set a different journal.path") from None
     return descriptor
 
 
@@ -498,7 +504,9 @@ def _naming(path: Path, on_damage: Callable[[str], None] = lambda why: None) -> 
         raise Permanent(f"{path}: {error}") from error
     except sqlite3.DatabaseError as error:
         on_damage(str(error))
-        raise Permanent(f"{path}: is damaged or not a journal ({error}); move it away to start a new one") from error
+        raise Permanent(
+            f"{path}: is damaged or is not a journal ({error}); move the file away to start a new journal"
+        ) from error
 
 
 @contextmanager

@@ -358,9 +358,9 @@ async def test_two_agents_do_not_read_the_same_rings(tmp_path: Path) -> None:
 
 async def test_unusable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(Permanent, match="cannot read rings there"):
+    with pytest.raises(Permanent, match="cannot create the folder or its lock file"):
         await probe(tmp_path / "file").run()
-    with pytest.raises(Permanent, match="cannot create a doorbell"):
+    with pytest.raises(Permanent, match="cannot create the doorbell socket"):
         await probe(tmp_path / ("long" * 30)).run()
 
 

@@ -101,7 +101,7 @@ def test_all_errors_are_reported_at_once() -> None:
 def test_missing_file_is_reported_without_traceback(tmp_path: Path) -> None:
     result = run(str(tmp_path / "absent.json"))
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "cannot be read: No such file or directory" in result.stderr
+    assert "absent.json': No such file or directory" in result.stderr
 
 
 def test_empty_fleet_is_balanced() -> None:

@@ -34,7 +34,7 @@ def test_invalid_length_model_is_rejected(tmp_path: Path) -> None:
     assert "lengths.tokens[1]" in result.stderr
     missing = runner.invoke(application(), ["engine", "simulated", "--lengths", str(tmp_path / "none.yaml")])
     assert missing.exit_code == 2
-    assert "lengths: cannot be read" in missing.stderr
+    assert "lengths: cannot read" in missing.stderr
 
 
 def test_invalid_layouts_and_faults_are_reported_as_given() -> None:

@@ -213,7 +213,10 @@ def test_site_generated_as_json_can_be_read(tmp_path: Path) -> None:
         ),
         (
             ["--device", "piezo_polatis:8:1"],
-            ["--device: must have a name other than the known device of 576 ports, got 'piezo_polatis:8:1'"],
+            [
+                "--device: must have a different name, because piezo_polatis is a known device with 576 "
+                "ports, got 'piezo_polatis:8:1'"
+            ],
         ),
         (
             ["--train-pods", -1, "--servers-per-pod", 0],

@@ -212,7 +212,7 @@ def test_model_is_required_unless_engines_are_simulated() -> None:
 
 def test_layout_must_match_the_gpus_of_its_configuration() -> None:
     (fault,) = faults_in(fleet(LAUNCH).replace("parallelism: {dp: 8, ep: 8}", "parallelism: {tp: 2, pp: 2}"))
-    assert fault.startswith("fleet.configurations[2]: parallelism must use 8 GPUs, uses 4")
+    assert fault.startswith("fleet.configurations[2]: parallelism must use 8 GPUs, got 4")
 
 
 def test_layouts_are_read_from_file_and_profile(tmp_path: Path) -> None:

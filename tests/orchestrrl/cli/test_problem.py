@@ -91,14 +91,14 @@ def test_other_types_are_not_coerced_to_numbers(tmp_path: Path, number: str) -> 
 @pytest.mark.parametrize(
     ("text", "start"),
     [
-        ("", "(document): must be valid JSON: Expecting value"),
-        ("{", "(document): must be valid JSON: "),
-        ('{"a": 1} 2', "(document): must be valid JSON: Extra data"),
-        (b"\xff\xfe\xff", "(document): must be valid JSON: "),
+        ("", "(document): must be valid JSON, got '': Expecting value"),
+        ("{", "(document): must be valid JSON, got '{': "),
+        ('{"a": 1} 2', "(document): must be valid JSON, got '{\"a\": 1} 2': Extra data"),
+        (b"\xff\xfe\xff", "(document): must be valid JSON, got "),
         ("[1]", "(document): should be an object, got [1]"),
         ("null", "(document): should be an object, got None"),
-        ("[" * 100_000, "(document): must not be nested so deeply, got '[[["),
-        ('{"share": ' + "1" * 5000 + "}", "(document): must be valid JSON: Exceeds the limit"),
+        ("[" * 100_000, "(document): is nested too deeply, got '[[["),
+        ('{"share": ' + "1" * 5000 + "}", "(document): must be valid JSON, got "),
     ],
 )
 def test_invalid_json_is_one_error(tmp_path: Path, text: str | bytes, start: str) -> None:
@@ -115,7 +115,7 @@ def test_newline_in_a_name_does_not_split_the_error(tmp_path: Path) -> None:
 def test_unreadable_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # a long path is shortened in the message
     for path in ("absent.json", "."):
-        with pytest.raises(ProblemFaults, match=r"^\(document\): cannot be read: ") as caught:
+        with pytest.raises(ProblemFaults, match=r"^\(document\): cannot be read from ") as caught:
             read_problem(path, Tree)
         assert repr(path) in str(caught.value)
 

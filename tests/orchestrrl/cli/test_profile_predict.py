@@ -65,7 +65,7 @@ def test_all_errors_are_reported() -> None:
     ("arguments", "status", "message"),
     [
         (("llama-3.1-70b", "--gpus", "1"), 1, "llama-3.1-70b does not fit on any layout of up to 1 h100"),
-        (("qwen3-8b", "--out", "/proc/no/profile.yaml"), 2, "--out: cannot be written: "),
+        (("qwen3-8b", "--out", "/proc/no/profile.yaml"), 2, "--out: cannot write "),
     ],
 )
 def test_impossible_prediction_is_reported(arguments: tuple[str, ...], status: int, message: str) -> None:

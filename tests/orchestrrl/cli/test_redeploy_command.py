@@ -111,9 +111,9 @@ def test_rolled_back_or_degraded_redeployment_exits_1_with_reason(harness: Redep
 
 
 def test_detail_of_a_done_redeployment_is_printed(harness: RedeploymentDaemon) -> None:
-    harness.redeployer.remark = "retire of e0: took longer than 60 s"
+    harness.redeployer.remark = "retire of e0: timed out after 60 s"
     assert "done in" in (text := printed(run(harness, "redeploy", "--to", "tp8")))
-    assert "s: retire of e0: took longer than 60 s" in text
+    assert "s: retire of e0: timed out after 60 s" in text
 
 
 def test_no_wait_show_cancel_and_watch(harness: RedeploymentDaemon) -> None:

@@ -320,4 +320,4 @@ def test_newer_daemon_is_reported(daemon: Daemon, monkeypatch: pytest.MonkeyPatc
     )
     result = command(daemon, "profile")
     assert result.exit_code == 1
-    assert "the daemon is newer than this command" in result.stderr
+    assert "because the daemon is newer than this command" in result.stderr

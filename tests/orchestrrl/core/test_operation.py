@@ -118,7 +118,7 @@ async def test_failed_step_rolls_back(world: ToyWorld, tmp_path: Path, step: str
     faults.add(step) if when == "hangs" else faults.update({step: 1})
     async with begun(world, tmp_path) as run:
         assert (run.state, world.state()) == (OperationState.ROLLED_BACK, "old")
-        why = f"took longer than {WITHIN_S:g} s: a bus" if when == "hangs" else f"{step} failed"
+        why = f"timed out after {WITHIN_S:g} s: a bus" if when == "hangs" else f"{step} failed"
         assert run.detail == f"{step}: {why}"
         forward = [report for report in run.steps if report.direction is StepDirection.FORWARD]
         assert {report.state for report in forward if report.step.kind == "tidy"} == {StepState.SKIPPED}

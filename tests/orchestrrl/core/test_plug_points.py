@@ -42,7 +42,9 @@ def test_other_names_are_found_by_entry_point_in_one_search(looks: list[str]) ->
 
 
 def test_unknown_name_and_missing_dependency_raise(looks: list[str]) -> None:
-    with pytest.raises(Permanent, match="unknown colour 'pink'; known: blue, grey, red"):
+    with pytest.raises(Permanent, match="unknown colour 'pink': must be one of blue, grey, red"):
         COLOURS.load("pink")
-    with pytest.raises(Permanent, match=r"colour 'grey' has a missing dependency: .*no_such_module"):
+    with pytest.raises(
+        Permanent, match=r"cannot load colour 'grey', because a dependency is missing: .*no_such_module"
+    ):
         COLOURS.load("grey")

@@ -62,7 +62,7 @@ def test_lock_file_is_private_to_its_user(path: Path) -> None:
 def test_second_writer_is_refused_but_readers_are_not(path: Path) -> None:
     with Journal(path, 0.0) as journal:
         fill(journal, 1)
-        with pytest.raises(Permanent, match="another daemon writes this journal"):
+        with pytest.raises(Permanent, match="another daemon already uses this journal"):
             Journal(path, 0.0)
         reader = JournalReader(path)
         fill(journal, 1)
@@ -76,7 +76,7 @@ def test_second_writer_is_refused_but_readers_are_not(path: Path) -> None:
 def test_damaged_file_is_reported_and_unchanged(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     for open_it in (lambda: Journal(path, 0.0), lambda: JournalReader(path)):
-        with pytest.raises(Permanent, match=r"journal\.sqlite: is damaged or not a journal .*move it away"):
+        with pytest.raises(Permanent, match=r"journal\.sqlite: is damaged or is not a journal .*move the file away"):
             open_it()
     assert path.read_bytes() == content
 
@@ -95,10 +95,10 @@ def test_later_format_is_refused(path: Path) -> None:
     database.execute("PRAGMA user_version = 99")
     database.close()
     tail_path(path).write_bytes(JournalTail(generation=1, format=99).encoded())  # as a later version would write
-    with pytest.raises(Permanent, match="has journal format 99, this version supports 2"):
+    with pytest.raises(Permanent, match="has journal format 99, but this version supports only format 2"):
         Journal(path, 0.0)
     tail_path(path).unlink()
-    with pytest.raises(Permanent, match="has journal format 99, this version supports 2"):
+    with pytest.raises(Permanent, match="has journal format 99, but this version supports only format 2"):
         Journal(path, 0.0)
 
 

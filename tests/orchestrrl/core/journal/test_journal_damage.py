@@ -468,7 +468,7 @@ def write_old_format(path: Path, count: int) -> None:
 def test_journal_of_previous_format_is_converted(tmp_path: Path) -> None:
     path = tmp_path / OURS
     write_old_format(path, 5)
-    with pytest.raises(Permanent, match="has journal format 1; start a daemon on it to convert it to 2"):
+    with pytest.raises(Permanent, match="has journal format 1; start a daemon to convert it to format 2"):
         JournalReader(path)
     with Journal(path, 0.0) as journal:
         assert not journal.damage

@@ -324,7 +324,7 @@ async def test_engine_without_metrics_is_not_stopped(harness: Harness) -> None:
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
         assert report.state is OperationState.ROLLED_BACK
-        assert report.detail == "evacuate of a: took longer than 5 s: its metrics cannot be read: is too busy"
+        assert report.detail == "evacuate of a: timed out after 5 s: its metrics cannot be read: is too busy"
         assert harness.machines.stops == []
         check_whole(harness, "a", "b", "w")
 

@@ -197,8 +197,8 @@ async def test_stopped_engine_of_an_earlier_daemon_is_not_routed_to(harness: Har
     ("what", "reports"),
     [
         ("start", "start of s1.0"),
-        ("healthy", "ready of s1.0: took longer than 10 s"),
-        ("probe", "ready of s1.0: took longer than 10 s"),
+        ("healthy", "ready of s1.0: timed out after 10 s"),
+        ("probe", "ready of s1.0: timed out after 10 s"),
         ("layout", "verify of s1.0"),
         ("score", "verify of s1.0"),
         ("excerpt", "warm_up of s1.0"),
@@ -217,7 +217,7 @@ async def test_failure_of_a_new_engine_in_any_step_restores_the_old_ones(
         report = await harness.until_ended()
         assert report.state is OperationState.ROLLED_BACK
         assert reports in report.detail
-        assert "is broken" in report.detail or "took longer" in report.detail
+        assert "is broken" in report.detail or "timed out" in report.detail
         check_whole(harness, {"a", "b", "w"})
         assert harness.gateway.cut == []
 
@@ -272,7 +272,7 @@ async def test_failed_undo_leaves_the_other_engines_serving(harness: Harness) ->
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
         assert report.state is OperationState.DEGRADED
-        assert "start of b: took longer than 5 s: no room" in report.detail
+        assert "start of b: timed out after 5 s: no room" in report.detail
         check_whole(harness, {"a", "w"})
         del harness.machines.faults["start", "b"]
         redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 0))))  # an operator repairs it
@@ -288,7 +288,7 @@ async def test_unmovable_requests_are_waited_for_or_abort_the_redeployment(harne
         report = await harness.until_ended()
         assert report.state is OperationState.ROLLED_BACK
         why = "1 requests remain, 1 of them cannot move"
-        assert f"evacuate of a: took longer than 5 s: {why}" in report.detail
+        assert f"evacuate of a: timed out after 5 s: {why}" in report.detail
         assert harness.machines.stops == []
         check_whole(harness, {"a", "b", "w"}, 7)
         redeployer.begin(TO_TP2)
@@ -447,7 +447,7 @@ async def test_operator_can_have_a_plan_carried_out(harness: Harness, breaks: bo
         check_whole(harness, {"a", "b", "w"} if breaks else {"p7-0", "w"})
         message = "2 engines stopped, 1 started, 4 requests moved"
         if breaks:
-            why = "rolled back: ready of p7-0: took longer than 10 s: is broken"
+            why = "rolled back: ready of p7-0: timed out after 10 s: is broken"
             message = f"{why} (3 engines stopped, 2 started, 4 requests moved)"
         for kind in (EntryKind.DEPLOYMENT_ENDED, EntryKind.PLAN_ACTED):
             (entry,) = harness.entries(kind)

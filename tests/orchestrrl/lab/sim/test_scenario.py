@@ -67,7 +67,7 @@ def test_inconsistent_fields_are_reported() -> None:
     [
         (["nowhere.yaml"], r"nowhere\.yaml: No such file"),
         (["nothing"], rf"one of .*{EXAMPLE}.*, got 'nothing'"),
-        ([], r"SCENARIO: must be given, or --example"),
+        ([], r"SCENARIO: exactly one of SCENARIO and --example must be given"),
         (["--example", "--arms", "x"], r"--arms\[0\]: must be one of .*, got 'x'"),
         (["--example", "--seeds", "1,x"], r"--seeds\[1\]: must be a whole number, got 'x'"),
         (["nothing", "--arms", "x", "--seeds", "x"], r"(?s)got 'nothing'.*--arms\[0\].*--seeds\[0\]"),

@@ -93,5 +93,5 @@ def test_malformed_address_raises_link_broken(address: str) -> None:
 def test_make_transport_finds_transports_by_name() -> None:
     assert {"tcp", "gloo", "nccl"} <= set(TRANSPORTS.names())
     assert isinstance(make_transport("tcp", "127.0.0.1"), TcpTransport)
-    with pytest.raises(Permanent, match=r"unknown transport 'pigeon'; known: .*tcp"):
+    with pytest.raises(Permanent, match=r"unknown transport 'pigeon': must be one of .*tcp"):
         make_transport("pigeon", "127.0.0.1")

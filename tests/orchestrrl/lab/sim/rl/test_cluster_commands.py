@@ -79,7 +79,7 @@ def test_failed_run_keeps_earlier_results(tmp_path: Path, scenario: Path, monkey
     monkeypatch.setattr("orchestrrl.lab.sim.rl.run.run_arm", first_alone)
     ran = sim("run", scenario, "--seeds", "1,2", "--out", tmp_path / "out")
     assert ran.exit_code == 1
-    assert "never ends; earlier runs stored in" in " ".join(ran.stderr.split())
+    assert "never ends; the results of 1 earlier runs are stored in" in " ".join(ran.stderr.split())
     assert [each.run.seed for each in read(tmp_path / "out")] == [1]
 
 

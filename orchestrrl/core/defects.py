@@ -1,7 +1,8 @@
-"""Count unexpected exceptions in parts of the daemon, log them when they change, and keep them for `orchestrrl status`.
+"""Count unexpected exceptions in parts of the daemon, log each exception that differs from the previous one, and keep
+the latest exceptions for `orchestrrl status`.
 
-A part is a loop or a long-running task of the daemon. An exception ends the part's present turn (iteration), and the
-next turn begins as usual.
+A part is a loop or a long-running task of the daemon. An exception ends the current turn (iteration) of the part, and
+the next turn begins as usual.
 """
 
 import asyncio
@@ -39,8 +40,8 @@ _OURS = tuple(f"{Path(__file__).parents[2] / package}/" for package in _PACKAGES
 
 @dataclass(frozen=True, slots=True)
 class Defect:
-    """The latest exception of one part of the daemon. Two defects are the same if their types and places are equal.
-    Their messages may differ."""
+    """The latest exception of one part of the daemon. Two defects of a part are the same if their types and places are
+    equal, even if their messages differ."""
 
     part: str
     type: str
@@ -56,7 +57,7 @@ class Defect:
 
 class Defects:
     """Records the daemon's unexpected exceptions since its start, by part. `on_repeated` is called with each defect
-    that has ended `REPEATED` consecutive turns of a part; it must not raise."""
+    that has ended `REPEATED` consecutive turns of a part. The callback must not raise."""
 
     def __init__(self, clock: Clock, on_repeated: Callable[[Defect], None]) -> None:
         self.counts: Counter[str] = Counter()
@@ -73,7 +74,7 @@ class Defects:
         return tuple(sorted(self._latest.values(), key=lambda defect: defect.last_s))
 
     def met(self, part: str, error: BaseException) -> None:
-        """Record that a turn of the part ended with this exception."""
+        """Record that a turn of `part` ended with the exception `error`."""
         now_s, before = self._clock.now_s(), self._latest.get(part)
         message = cut(_printable(error), MESSAGE_CHARACTERS)
         defect = Defect(part, type(error).__qualname__, _place(error), message, now_s, now_s)
@@ -93,8 +94,8 @@ class Defects:
             self._latest[part] = replace(defect, running=0)
 
     def begin(self, part: str, turn: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """Run one turn of the part as a task. An OrchestrRLError is only logged and not counted as a defect, because it
-        is expected and may not recur in the next turn."""
+        """Start one turn of the part as a task, and return the task. If the turn ends with an OrchestrRLError, the
+        error is logged but not counted as a defect, because it is expected and may not recur in the next turn."""
         task = asyncio.create_task(turn)
         self.tasks[task] = part
         task.add_done_callback(self._ended)
@@ -129,15 +130,15 @@ class Defects:
 
 
 def is_cancelled() -> bool:
-    """Return whether the current task was cancelled. If it was not, a CancelledError was raised by the task's own
-    work."""
+    """Return whether the current task was cancelled. This distinguishes a cancellation of the task from a
+    CancelledError that the task's own work raised."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 async def keep_running(part: str, work: Callable[[], Awaitable[None]], defects: Defects, clock: Clock) -> None:
-    """Run `work` until it returns or is cancelled. After an exception, `work` is restarted after a pause, because a
-    defect in one part must not end the daemon."""
+    """Run `work` until it returns or is cancelled. If `work` raises an exception, record the exception and restart
+    `work` after a pause, because a defect in one part must not end the daemon."""
     pause_s = FIRST_PAUSE_S
     while True:
         began_s = clock.now_s()
@@ -155,8 +156,8 @@ async def keep_running(part: str, work: Callable[[], Awaitable[None]], defects: 
 
 
 def _place(error: BaseException) -> str:
-    """Return the file and line where the exception was raised. If a library raised it, return the place of the call in
-    this project's code."""
+    """Return the file and line where the exception was raised. If a library raised it, return the line in this
+    project's code that called the library."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if frame.filename.startswith(_OURS) or not frame.filename.startswith(_LIBRARIES)]
     if not frames:

@@ -2,7 +2,7 @@
 repeated, delayed or reordered.
 
 The sender keeps an order until its first result arrives, and sends it again when its destination attaches again. The
-receiver carries out an order once per id, and answers a repetition with the stored result.
+receiver carries out an order only once, and responds to later deliveries of the same order id with the stored result.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, ProblemFault
 logger = logging.getLogger(__name__)
 
 REATTACH_S = 1.0  # expected time until a detached destination attaches again
-FAULTS_TOLD = 20  # most faults reported of a malformed order
+FAULTS_TOLD = 20  # maximum number of faults reported for a malformed order
 
 
 class DatedOrder(Protocol):
@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 
 class OrderStream(Generic[Item]):
-    """The stream of orders to a destination, from the destination's attachment until it attaches again or detaches."""
+    """The stream of orders to an attached destination. It ends when the destination detaches or attaches again."""
 
     def __init__(self, waiting: Iterable[Item] = ()) -> None:
         self._waiting = deque(waiting)
@@ -83,7 +83,7 @@ class Outbox(Generic[Item]):
         self._filled.set()
 
     async def write_all(self, write: Callable[[Item], Awaitable[None]]) -> None:
-        """Write each item as it arrives, until cancelled."""
+        """Pass each item to `write` as it arrives, until cancelled. An item is removed only after it was written."""
         while True:
             while self.items:
                 item = self.items[0]
@@ -146,7 +146,7 @@ class OpenOrders(Generic[Destination, Given, Result]):
 
 
 class NotDone(StrEnum):
-    """The reason why carrying out an order produced no result."""
+    """The reason why an order was not completed."""
 
     REFUSED = "refused"  # nothing was started
     FAILED = "failed"
@@ -154,13 +154,13 @@ class NotDone(StrEnum):
 
 
 class ReceivedOrders(Generic[Given, Result]):
-    """Carries out each order once per id, and returns the same result on every delivery of the order.
+    """Carries out each order only once, and returns the same result on every delivery of the same order id.
 
-    A result is kept at least until its order has expired, so a late repetition is answered with the result or refused
-    as expired. While `capacity` unexpired orders are stored, new orders that have an expiry are refused. Orders of a
-    generation that is older than the newest received generation are refused, so that a replaced daemon has no control.
-    `not_done` constructs the result of an order that was refused or raised an error. Its arguments include the reason
-    and the order's time of arrival.
+    A result is kept at least until its order has expired. A late repetition is therefore answered with the stored
+    result or refused as expired. While `capacity` unexpired orders are stored, new orders that have an expiry are
+    refused. Orders of a generation older than the newest received generation are refused, so that a replaced daemon has
+    no control. `not_done` constructs the result of an order that was refused or raised an error, from the order, the
+    reason, a message and the order's time of arrival.
     """
 
     def __init__(
@@ -185,8 +185,8 @@ class ReceivedOrders(Generic[Given, Result]):
         return len(self._received)
 
     async def result(self, order: Given) -> Result:
-        """Return the result of an order. If the order was carried out before, the result is the stored one. If the
-        order is being carried out, wait for its result. Otherwise, refuse the order or call `perform`."""
+        """Return the result of an order. If the order was received before, return its stored result, or wait for the
+        result if the order is still being carried out. Otherwise, refuse the order or call `perform`."""
         now_s = self._clock.now_s()
         if order.id not in self._received:
             if refusal := self._refusal(order, now_s):
@@ -199,11 +199,11 @@ class ReceivedOrders(Generic[Given, Result]):
         return task.result()
 
     async def close(self) -> None:
-        """Cancel all running orders."""
+        """Cancel all orders that are being carried out."""
         await stop(*(task for task, _ in self._received.values()))
 
     def _refusal(self, order: Given, now_s: float) -> str:
-        """Return why the order must not be carried out. The result is empty if it may be carried out."""
+        """Return the reason why the order must be refused, or an empty string if it may be carried out."""
         newest = self._newest = max(self._newest, order.generation)
         if order.generation < newest:
             return f"generation {order.generation} is superseded by generation {newest}"

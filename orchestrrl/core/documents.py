@@ -1,4 +1,4 @@
-"""Read documents written by users: strict YAML, and numbers within bounds. Faults are reported with path and value."""
+"""Parse YAML documents written by users, and check their fields. Each fault is reported with its path and value."""
 
 import logging
 import math
@@ -18,8 +18,8 @@ _Number = TypeVar("_Number", int, float)
 
 
 def require(condition: Callable[[Any], bool], wish: str) -> Callable[[_Number], _Number]:
-    """Return a pydantic validator that accepts finite numbers that satisfy the condition. For other numbers, its
-    message is `must be WISH`."""
+    """Return a pydantic validator that accepts finite numbers that satisfy the condition. For other numbers, the error
+    message is `must be` followed by `wish`."""
 
     def check(value: _Number) -> _Number:
         if not math.isfinite(value) or not condition(value):
@@ -44,10 +44,11 @@ class Section(BaseModel):
 
 
 class SectionWithFormer(Section):
-    """Base class of a section from which obsolete fields were removed. Documents that still contain these fields are
-    accepted with a warning.
+    """Base class of a section from which obsolete fields were removed. Documents that still contain the fields listed
+    in `former` are accepted with a warning.
 
-    This is not part of `Section`, because a validator in mode `before` makes pydantic validate JSON like Python values.
+    The check for these fields is not part of `Section`, because a validator in mode `before` makes pydantic validate
+    JSON like Python values.
     """
 
     former: ClassVar[tuple[str, ...]]
@@ -63,7 +64,7 @@ class SectionWithFormer(Section):
 
 
 def read_text(path: Path | str) -> str:
-    """Return the file's text. Raises ProblemFaults if it cannot be read or is not UTF-8."""
+    """Return the text of the file at `path`. Raises ProblemFaults if the file cannot be read or is not UTF-8."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -82,7 +83,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def dump_yaml(document: Any) -> str:
-    """Format a document as YAML that `parse_yaml` can read, with its keys in their given order."""
+    """Format a document as YAML that `parse_yaml` can read. The order of the keys is kept."""
     return yaml.dump(document, Dumper=YamlDumper, sort_keys=False)
 
 
@@ -105,7 +106,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class YamlDumper(yaml.SafeDumper):
-    """Writes YAML that `parse_yaml` reads back unchanged. Text that the loader would parse as a number is quoted."""
+    """Writes YAML that `parse_yaml` reads back unchanged. Strings that look like numbers are quoted."""
 
 
 for _class in (_Loader, YamlDumper):

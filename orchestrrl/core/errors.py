@@ -1,4 +1,4 @@
-"""Errors whose class determines the caller's next step. Every external failure is Retryable, Permanent or
+"""Errors whose class determines the caller's next step. Every external failure is raised as Retryable, Permanent or
 OutcomeUnknown."""
 
 from collections.abc import Iterable, Sequence
@@ -11,11 +11,11 @@ if TYPE_CHECKING:  # most processes raise errors, but few validate models
 
 
 class OrchestrRLError(Exception):
-    """Base class of OrchestrRL's errors; only its subclasses are raised."""
+    """Base class of OrchestrRL's errors. Only its subclasses are raised."""
 
 
 class Retryable(OrchestrRLError):
-    """The call had no effect; the same call may succeed after `after_s` seconds."""
+    """The call had no effect. The same call may succeed after `after_s` seconds."""
 
     def __init__(self, message: str, after_s: float) -> None:
         super().__init__(message)
@@ -27,7 +27,8 @@ class Permanent(OrchestrRLError):
 
 
 class LimitReached(Permanent):
-    """The input exceeds a configured limit. The message contains the limit, its configuration key and the value."""
+    """The input exceeds a configured limit. The message contains the limit, its configuration key and the rejected
+    value."""
 
 
 class OutcomeUnknown(OrchestrRLError):
@@ -35,9 +36,8 @@ class OutcomeUnknown(OrchestrRLError):
 
 
 class ProblemFaults(OrchestrRLError):
-    """Raised for malformed input, with a list of all its faults. A fault has the form
-    `path.to.field: what is wrong, got VALUE`.
-    """
+    """Raised for malformed input, with a list of all faults in the input. A fault has the form `path.to.field: what is
+    wrong, got VALUE`."""
 
     def __init__(self, faults: list[str]) -> None:
         super().__init__("\n".join(faults))
@@ -59,8 +59,8 @@ def path_of(location: tuple[int | str, ...]) -> str:
 
 
 def faults_of(error: "ValidationError", model: "type[BaseModel] | None" = None) -> list[str]:
-    """Return one line per fault of a pydantic validation, as `path.to.field: what is wrong, got VALUE`. If the
-    validated `model` is given, the most similar known field is suggested for an unknown field."""
+    """Return one line for each fault in a pydantic validation error, as `path.to.field: what is wrong, got VALUE`. If
+    the validated `model` is given, the line about an unknown field suggests the most similar known field."""
     faults = []
     for item in error.errors(include_url=False):
         if item["type"] == "missing":
@@ -83,7 +83,8 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def _fields_beside(model: "type[BaseModel] | None", location: tuple[int | str, ...]) -> Iterable[str]:
-    """Return the names of the known fields at the location of a fault, from the model's JSON schema."""
+    """Return the names of the fields that `model` allows beside the field at `location`, according to the model's JSON
+    schema."""
     whole = {} if model is None else _schema(model)
 
     def objects(node: dict[str, Any]) -> list[dict[str, Any]]:
@@ -112,7 +113,7 @@ def _schema(model: "type[BaseModel]") -> dict[str, Any]:
 
 
 def number_runs(numbers: Iterable[int]) -> list[str]:
-    """Format numbers as a list of runs such as `1-4` and `9`, in the given order."""
+    """Format numbers as a list of runs of consecutive numbers, such as `1-4` and `9`, in the given order."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -123,7 +124,7 @@ def number_runs(numbers: Iterable[int]) -> list[str]:
 
 
 def few(arguments: Sequence[str], most: int = 8, between: str = "; ") -> str:
-    """Join the first `most` items, each cut to a maximum length, and append the number of omitted items. Use this
+    """Join the first `most` texts, each cut to a maximum length, and append the number of omitted texts. Use this
     function for lists that can be long, such as engines or tensors."""
     more = [f"and {len(arguments) - most} more"] if len(arguments) > most else []
     return between.join([*(cut(word) for word in arguments[:most]), *more])
@@ -134,5 +135,5 @@ def cut(text: str, limit: int = 300) -> str:
 
 
 def shorten(value: object, limit: int = 80) -> str:
-    """Format a value as JSON-like text for a message, cut at `limit` characters."""
+    """Format a value with `repr` for a message, cut to at most `limit` characters."""
     return cut(repr(value), limit)

@@ -36,9 +36,9 @@ def _several(labels: Labels) -> tuple[str, ...]:
 
 
 class MetricFamilies(list[Metric]):
-    """A list of metrics that are collected together. `prefix` is prepended to every name. Label names follow a metric's
-    name in braces. A value is one number, or a mapping from label values to numbers. Metrics and samples with value
-    None are omitted."""
+    """A list of metrics that are collected together. `prefix` is prepended to every name. A name may end with the
+    metric's label names in braces, for example `requests{state}`. A value is one number or, for a metric with labels, a
+    mapping from label values to numbers. Metrics and samples with value None are omitted."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
 """Register the attached nodes (agents and gateways), and queue orders for each node.
 
 A node that attaches again under the same id replaces its old stream. Two processes that are attached under the same id
-at the same time are different nodes: the second node is listed under an id that includes its incarnation. Among queued
-standing orders (routes), only the newest is kept, because each order replaces the previous one.
+at the same time are treated as different nodes. The second node is listed under an id that includes a hash of its
+incarnation. Among queued standing orders (routes), only the newest is kept, because each order replaces the previous
+one.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ class NodeKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GatewayEngine:
-    """An engine, with the name that a gateway's command line assigns to it."""
+    """An engine, under the id that a gateway's command line assigns to it."""
 
     engine: EngineId
     url: str
@@ -45,8 +46,8 @@ class NodeHello:
 
 
 class Attachment(OrderStream[Operation]):
-    """The stream of orders to one node, from the node's hello until the stream ends. Standing orders are sent first,
-    because they also announce the daemon's generation to the node."""
+    """The stream of orders to one attached node. A standing order (routes) is sent before all other queued orders,
+    because it also announces the daemon's generation to the node."""
 
     def __init__(self, hello: NodeHello) -> None:
         super().__init__()
@@ -80,8 +81,7 @@ class _Process:
 
 
 class NodeRegistry:
-    """The attached nodes, and detached nodes with the time of their last report. At most `most_nodes` nodes are
-    stored."""
+    """The nodes that are attached now or were attached earlier. At most `most_nodes` nodes are stored."""
 
     def __init__(self, most_nodes: int = 8192) -> None:
         self._most_nodes = most_nodes
@@ -89,9 +89,9 @@ class NodeRegistry:
         self._processes: dict[tuple[NodeId, str], _Process] = {}  # by id and incarnation
 
     def id_of(self, node: NodeId, incarnation: str, stream: object) -> NodeId:
-        """Return the id under which the process that uses a stream is listed. This is the node's id or, if another
-        attached process has that id, the node's id with a hash of the incarnation. Processes without an incarnation are
-        listed under the node's id."""
+        """Return the id under which the process that uses `stream` is listed, and record that the process uses this
+        stream. The id is `node` or, if another attached process has this id, `node` with a hash of the incarnation. A
+        process without an incarnation is always listed under `node`."""
         if not incarnation:
             return node
         process = self._processes.get((node, incarnation))
@@ -112,8 +112,8 @@ class NodeRegistry:
                 del self._processes[key]
 
     def doubles(self) -> dict[NodeId, NodeId]:
-        """Return the nodes that use the same id as another attached node. The result maps the id under which such a
-        node is listed to the id that it uses."""
+        """Return the attached nodes that use the same id as another attached node. The result maps the id under which
+        each of these nodes is listed to the id that the node uses."""
         there = {process.id for process in self._processes.values()}
         listed = {process.id: node for (node, _), process in self._processes.items() if process.id != node}
         return {id: node for id, node in listed.items() if node in there}
@@ -136,8 +136,8 @@ class NodeRegistry:
         return attachment
 
     def detach(self, attachment: Attachment, now_s: float) -> bool:
-        """Record that the stream has ended. Return True if the node is now detached, and False if a newer stream of the
-        node has already replaced the stream."""
+        """Record that a node's stream of orders has ended. Return True if the node is now detached, and False if it was
+        already detached or a newer stream has replaced this one."""
         attachment.end()
         node = attachment.hello.node
         is_double = any(process.id == node != own for (own, _), process in self._processes.items())
@@ -172,8 +172,8 @@ class NodeRegistry:
         return tuple(self._known[node] for node in sorted(self._known))
 
     def _make_room(self, node: NodeId) -> None:
-        """Drop the detached node with the oldest last report if the limit of nodes is reached. Raises LimitReached if
-        no node is detached."""
+        """If `node` is new and the limit of stored nodes is reached, drop the detached node with the oldest last
+        report. Raises LimitReached if all stored nodes are attached."""
         if node in self._known or len(self._known) < self._most_nodes:
             return
         away = [known for known in self._known.values() if not known.attached]
@@ -183,6 +183,6 @@ class NodeRegistry:
         del self._known[min(away, key=lambda known: known.last_report_s).attachment.hello.node]
 
     def end_all(self) -> None:
-        """Close every stream, so that nodes notice the daemon's end at once and attach to the next daemon."""
+        """End every stream, so that the nodes detect the daemon's shutdown at once and attach to the next daemon."""
         for known in self._known.values():
             known.attachment.end()

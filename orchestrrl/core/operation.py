@@ -47,14 +47,14 @@ class OperationState(StrEnum):
 
 
 class Step(Protocol):
-    """One step of an operation. `number` counts from 1, separately for the forward steps and the rollback."""
+    """One step of an operation. `number` counts from 1, separately for forward steps and rollback steps."""
 
     @property
     def number(self) -> int: ...
 
     @property
     def within_s(self) -> float | None:
-        """The step's time limit in seconds, or None if the actions within the step limit their time themselves."""
+        """The step's time limit in seconds, or None if the step's actions have their own time limits."""
         ...
 
 
@@ -101,7 +101,7 @@ class Description(Protocol[S]):
     def forward(self) -> Sequence[Stage[S]]: ...
 
     def intent(self) -> Mapping[str, Any]:
-        """Return the body of the journal entry with the operation's intent."""
+        """Return the body of the journal entry that records the operation's intent."""
         ...
 
     def record(self, step: S) -> Mapping[str, Any]:
@@ -118,11 +118,13 @@ class Description(Protocol[S]):
         ...
 
     async def observe(self) -> None:
-        """Read the present state. Raises one of `errors` if the state cannot be read yet."""
+        """Read the present state of the resources that the operation changes. Raises one of `errors` if the state
+        cannot be read yet."""
         ...
 
     def back(self, records: Sequence[StepEntry]) -> Sequence[Stage[S]]:
-        """Return the stages of the rollback, planned from the observed state and the journal entries."""
+        """Return the stages of the rollback, planned from the last observed state and the journal entries of the
+        steps."""
         ...
 
     def restored(self) -> bool:
@@ -135,8 +137,8 @@ class Description(Protocol[S]):
         return None
 
     def goes_on_after(self, failure: "OperationFailure[S]") -> frozenset[int] | None:
-        """Decide how the operation continues after a failure in this daemon. The result has the same meaning as that of
-        `resume_from`. The implementation must limit the number of attempts."""
+        """Decide how the operation continues after a failure while the daemon is running. The result has the same
+        meaning as that of `resume_from`. The implementation must limit the number of attempts."""
         return None
 
     def is_final(self, step: S) -> bool:
@@ -158,8 +160,8 @@ class Description(Protocol[S]):
         return False
 
     def hold(self, step: S) -> Coroutine[Any, Any, None] | None:
-        """Return a coroutine that renews a resource that the step acquired, such as a lease, or None. It runs until the
-        forward steps end."""
+        """Return a coroutine that keeps a resource that the step acquired, for example by renewing a lease. The
+        coroutine is cancelled when the forward steps end. Return None if the step acquired no such resource."""
         return None
 
     async def again(self, chain: Chain[S], failed: S) -> Chain[S]:
@@ -167,13 +169,13 @@ class Description(Protocol[S]):
         return chain
 
     def waits_for(self, step: S) -> str:
-        """Return what a long step is waiting for, or "" if unknown."""
+        """Return what a long step is waiting for, or "" if this is unknown."""
         return ""
 
 
 class OperationFailure(Exception, Generic[S]):
-    """The reason for a rollback. `step` is the failed step, or None if the operation was cancelled. `error` is the
-    exception of the step."""
+    """The reason for a rollback. `step` is the failed step, or None if no step failed, for example because the
+    operation was cancelled. `error` is the exception that caused the failure, if there was one."""
 
     def __init__(self, step: S | None, why: str, error: Exception | None = None) -> None:
         super().__init__(why if step is None else f"{step}: {why}")
@@ -190,7 +192,7 @@ class OperationRun(Generic[S]):
     ) -> None:
         self.state = OperationState.RUNNING
         self.detail = ""
-        self.failure: OperationFailure[S] | None = None  # why it is rolled back, or was not begun
+        self.failure: OperationFailure[S] | None = None  # why the operation is rolled back or was not begun
         self.ended_s: float | None = None
         self.going_back = False
         self.attempt = 1
@@ -214,7 +216,8 @@ class OperationRun(Generic[S]):
         return tuple(self._reports.values())
 
     def call_off(self, because: str) -> None:
-        """Cancel the operation and roll it back. Raises Permanent if the operation can no longer be cancelled."""
+        """Cancel the operation and roll it back. `because` is reported as the reason. Raises Permanent if the operation
+        can no longer be cancelled."""
         going = self._going  # None: not yet begun
         over = self.going_back or self.state is not OperationState.RUNNING or (going is not None and going.done())
         if over or self._is_final:
@@ -224,8 +227,8 @@ class OperationRun(Generic[S]):
             going.cancel()
 
     async def run(self) -> None:
-        """Write the intent and run the operation to its end. If the intent cannot be written, the operation ends
-        without any step."""
+        """Write the intent and run the operation to its end. If the intent cannot be written, the operation ends before
+        its first step."""
         try:
             self.begin()
         except OrchestrRLError as error:
@@ -236,7 +239,7 @@ class OperationRun(Generic[S]):
             await self.carry_out()
 
     def begin(self) -> None:
-        """Write the intent. Raises OrchestrRLError if the journal cannot be written."""
+        """Write the operation's intent to the journal. Raises OrchestrRLError if the journal cannot be written."""
         self._log.begin(self._description.id, self._description.intent())
 
     async def carry_out(self) -> None:
@@ -283,8 +286,9 @@ class OperationRun(Generic[S]):
         return None
 
     async def _end(self, failure: OperationFailure[S] | None) -> None:
-        """Run until the operation has ended. After a failure, the state is observed, and the description decides
-        whether the operation continues or is rolled back and, after a rollback, whether it starts again."""
+        """End the operation after its forward steps have succeeded (`failure` is None) or failed. After a failure, the
+        state is observed, and the description decides whether the operation continues or is rolled back. After a
+        rollback, the description decides whether the operation starts again."""
         while failure is not None:
             self.failure, self.detail = failure, str(failure)
             self._changed()
@@ -451,8 +455,8 @@ class OperationRun(Generic[S]):
         self._changed()
 
     def _recall(self, entries: Sequence[JournalEntry]) -> None:
-        """Restore reports and records from the entries of an earlier daemon. A step that began but did not end is
-        reported as failed, although it may have taken effect."""
+        """Restore reports and records from the journal entries of the operation's steps. A step that began but did not
+        end is reported as failed, although it may have taken effect."""
         forward = {step.number: step for step in steps_in(self._forward_stages)}
         for entry in entries:
             body = entry.body
@@ -482,7 +486,8 @@ class OperationRun(Generic[S]):
 
 
 def check_record(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the body of a step's entry. Raises ValueError if a field that `resume` reads is missing or invalid."""
+    """Check the body of a step's journal entry and return it. Raises ValueError if a field that `resume` reads is
+    missing or invalid."""
     missing = {"attempt", "number", "direction", "state", "detail", "began_s", "elapsed_s"} - entry.keys()
     if missing:
         raise ValueError(f"the entry has no field {min(missing)}")

@@ -9,7 +9,7 @@ from orchestrrl.core.journal.kinds import OperationEntries
 from orchestrrl.core.journal.store import Journal, JournalEntry, JournalReader
 
 T = TypeVar("T")
-MOST_STEPS = 1_000_000  # most entries of one operation that are read
+MOST_STEPS = 1_000_000  # maximum number of entries read of one operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class OperationJournal:
         return self._entries.step is not None
 
     def begin(self, id: str, body: Mapping[str, Any]) -> None:
-        """Write an operation's intent. Must be called before any step is carried out."""
+        """Write an operation's intent. This method must be called before any step is carried out."""
         self._journal.append(self._clock.now_s(), self._entries.intent, id, body)
 
     def step(self, id: str, body: Mapping[str, Any]) -> None:
@@ -58,8 +58,8 @@ class OperationJournal:
 def left_open(
     journal: JournalReader, entries: OperationEntries, parse: Callable[[JournalEntry], T]
 ) -> list[OpenIntent[T]]:
-    """Return the operations that have no result, oldest first. Operations whose intent `parse` cannot read are
-    skipped."""
+    """Return the operations of one type that have no result in the journal, oldest first. Operations whose intent
+    `parse` cannot read are skipped."""
     found = []
     for entry in journal.open_operations(entries):
         intent = journal.interpret(entry, lambda _, entry=entry: parse(entry))  # type: ignore[misc]

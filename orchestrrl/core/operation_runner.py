@@ -1,9 +1,9 @@
 """Manage the life cycle of operations. The intent is journalled, the order is sent, its outcome is observed, and the
 result is journalled.
 
-An operation whose result has not arrived is open. It is sent again when its node attaches again (see delivery.py).
-Otherwise its outcome is determined from telemetry, and never assumed. Open operations of an earlier generation are
-recovered from the journal and handled in the same way.
+An operation whose result has not arrived is open. It is sent again when its node attaches again (see delivery.py). If
+no result arrives, the outcome is determined from telemetry and never assumed. Open operations of an earlier generation
+are recovered from the journal and handled in the same way.
 """
 
 import asyncio
@@ -77,15 +77,16 @@ class OperationRunner:
         return len(self.open)
 
     def next_operation(self, action: Action, valid_for_s: float) -> Operation:
-        """Return a new operation of this generation, without sending or journalling it. This method creates standing
-        orders such as routes. They are not tracked, because each order supersedes the previous one."""
+        """Return a new operation of this generation that expires after `valid_for_s` seconds. The operation is not sent
+        or journalled. This suffices for standing orders such as routes, which are not tracked because each order
+        supersedes the previous one."""
         generation = self._log.generation
         id = OperationId(f"{generation}-{next(self._count)}")
         return Operation(id, generation, self._clock.now_s() + valid_for_s, action)
 
     async def run(self, node: NodeId, action: Action, valid_for_s: float) -> OperationResult:
         """Journal the action as an operation, send it to the node and wait for its result. If the node is not attached,
-        the result is FAILED."""
+        the status of the result is FAILED."""
         operation = self.next_operation(action, valid_for_s)
         future: asyncio.Future[OperationResult] = asyncio.get_running_loop().create_future()
         opened = OpenOperation(node, operation, operation.valid_until_s, future)
@@ -101,8 +102,9 @@ class OperationRunner:
     async def run_moves(
         self, moves: Sequence[RequestMove], gateway_of: Callable[[RequestId], NodeId | None], valid_for_s: float
     ) -> MovesOutcome:
-        """Move the requests through their gateways, all gateways in parallel. `moves` must contain each request at most
-        once."""
+        """Send the moves to the gateways of the requests, to all gateways in parallel, and return the outcome.
+        `gateway_of` returns None for a request that is not in flight. `moves` must contain each request at most once.
+        """
         by_gateway: dict[NodeId, list[RequestMove]] = {}
         outcome: dict[RequestId, OperationItemResult] = {}
         for move in moves:
@@ -125,7 +127,8 @@ class OperationRunner:
         return MovesOutcome(tuple(outcome[move.request] for move in moves), tuple(results))
 
     def receive(self, result: OperationResult) -> None:
-        """Accept a node's result. A result for an operation that is already closed is ignored."""
+        """Accept a result that a node has sent for an operation. A result for an operation that is already closed is
+        ignored."""
         opened = self._open.find(result.node, result.operation)
         if opened is None:
             return
@@ -142,13 +145,13 @@ class OperationRunner:
             self._send(opened)
 
     def withdraw(self, opened: OpenOperation, why: str) -> None:
-        """Close the operation with status UNKNOWN. It is not sent again, and late results are ignored."""
+        """Close the operation with status UNKNOWN. The operation is not sent again, and late results are ignored."""
         if self._open.find(opened.destination, opened.order.id) is not None:
             self._end(opened, OperationStatus.UNKNOWN, f"withdrawn: {why}")
 
     def settle(self, evidence_of: Callable[[NodeId], OperationEvidence]) -> None:
-        """Close the operations whose outcome telemetry shows. Operations whose outcome can no longer be determined are
-        closed with status UNKNOWN."""
+        """Close each operation whose outcome is visible in telemetry. An operation whose outcome can no longer be
+        determined is closed with status UNKNOWN."""
         now_s = self._clock.now_s()
         for opened in self._open:
             node = opened.destination
@@ -192,7 +195,7 @@ async def answers(
     orders: Mapping[NodeId, "asyncio.Task[OperationResult]"], clock: Clock, within_s: float
 ) -> dict[NodeId, OperationResult | None]:
     """Wait up to `within_s` seconds for the results of orders to several nodes. Return a mapping from each node to its
-    result, or to None if the node has not answered. Orders without an answer remain in effect."""
+    result, or to None if the node has not responded. Orders without a response remain in effect."""
     over = asyncio.ensure_future(clock.sleep(within_s))
     try:
         while (waiting := [task for task in orders.values() if not task.done()]) and not over.done():

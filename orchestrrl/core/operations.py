@@ -1,7 +1,8 @@
 """Data types for the daemon's orders to nodes. An operation has an id, a generation, an expiry, and one result.
 
-A node carries out an operation once per id, and answers a repetition with the stored result. `kind` identifies the type
-of an action in the journal. `settle` determines the outcome of an operation without a result from telemetry.
+A node carries out an operation only once, and responds to later deliveries of the same operation id with the stored
+result. `kind` identifies the type of an action in the journal. `settle` determines the outcome of an operation without
+a result from telemetry.
 """
 
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ OperationId = NewType("OperationId", str)
 
 
 class PauseMode(StrEnum):
-    """The treatment of running requests during a pause. Requests are frozen in place, finished before the pause, or
-    ended with the tokens generated so far."""
+    """The treatment of running requests during a pause. Requests are frozen in place (KEEP), finished before the pause
+    (WAIT), or ended with the tokens generated so far (ABORT)."""
 
     KEEP = "keep"
     WAIT = "wait"
@@ -29,9 +30,10 @@ class EngineRoute:
     If `health` is None, no agent has reported the engine yet, and the gateway uses its own observation. If `url` is
     empty, the gateway keeps the address that it uses.
 
-    `kv_version` identifies the configuration and the weights on which KV depends. Engines with the same `kv_version`
-    can transfer the KV of a request to each other if the request began under that version. If it is empty, KV is not
-    transferred. The gateway adds the policy version to `kv_version`, because it receives the policy version first.
+    `kv_version` identifies the configuration and the weights on which the KV cache depends. Engines with the same
+    `kv_version` can transfer the KV of a request to each other if the request began under that version. If `kv_version`
+    is empty, KV is not transferred. The gateway adds the policy version to `kv_version`, because a new policy version
+    reaches the gateway before the daemon.
     """
 
     engine: EngineId
@@ -54,7 +56,7 @@ class SetRoutes:
     """Replaces the set of engines that a gateway routes to. Requests stay on their engine even if the engine is no
     longer in the set.
 
-    `expected` engines are being started. While an engine is expected, a request is held for it regardless of the
+    The engines in `expected` are being started. While an engine is expected, a request is held for it regardless of the
     request's `hold_s`, and no request fails for lack of an engine. This ends when the engine is among the routes or no
     longer expected, or at `expected_until_s`.
     """
@@ -87,10 +89,10 @@ class CloseBarrier:
     If the engines are not paused by `quiet_by_s`, the pause barrier opens again and the operation fails. A later
     CloseBarrier with the same lease renews the lease.
 
-    If `engines_run` is True, the engines are not paused yet, because requests of other gateways must finish. The result
-    then covers only this gateway's own requests. A later operation with the same lease and without `engines_run` pauses
-    the engines. If `weights_change` is True, the engines' weights are unknown if the lease expires, and answers to
-    requests state so.
+    If `engines_run` is True, the engines are not paused yet, because requests of other gateways must finish first. The
+    result then covers only this gateway's own requests. A later operation with the same lease and without `engines_run`
+    pauses the engines. If `weights_change` is True and the lease expires, the engines' weights are unknown, and
+    responses to requests report this.
     """
 
     lease: str
@@ -117,7 +119,7 @@ class OpenBarrier:
 
 @dataclass(frozen=True, slots=True)
 class CancelRequests:
-    """Makes a gateway end all named requests, and all requests of the named groups."""
+    """Makes a gateway end the given requests, and all requests of the given groups."""
 
     requests: tuple[RequestId, ...]
     groups: tuple[str, ...]
@@ -146,9 +148,9 @@ class OperationStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OperationItemResult:
-    """The result of one item. For a move, `duration_s` is the time until the next token minus one decode step, or 0 if
-    this time was not observed. `method` is the method by which the request was finally moved, or None if it is unknown
-    or the request had no context to transfer."""
+    """The result of one item of an operation, such as one move. For a move, `duration_s` is the time until the
+    request's next token minus one decode step, or 0 if this time was not observed. `method` is the method by which the
+    request was finally moved, or None if it is unknown or the request had no context to transfer."""
 
     id: str
     done: bool
@@ -197,7 +199,8 @@ class OperationEvidence:
 
 
 def settle(operation: Operation, node: NodeId, over_s: float, evidence: OperationEvidence) -> OperationResult | None:
-    """Return the outcome of an operation that the node's reports show, or None if they do not show it yet.
+    """Determine the outcome of an operation from the node's reports. Return None if the reports do not show the outcome
+    yet.
 
     After `over_s` the node does nothing more for the operation, so only a later report proves that a move did not
     happen. An earlier report can prove that the move did happen.

@@ -27,7 +27,8 @@ class PauseScope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OperatorPause:
-    """A pause of one part. If `expires_s` is None, it lasts until an operator resumes the part."""
+    """An operator's pause of one part of the daemon. If `expires_s` is None, the pause lasts until an operator resumes
+    the part."""
 
     since_s: float
     reason: str = ""

@@ -11,10 +11,11 @@ from orchestrrl.core.errors import Permanent
 
 @dataclass(frozen=True, slots=True)
 class PlugPoint:
-    """One kind of implementation, such as engines. `kind` appears in errors.
+    """A kind of implementation that is looked up by name, such as engine clients. `kind` is the term for it in error
+    messages.
 
     `built_in` maps a name to `module:attribute`. Such names work even if this package is not installed but only on the
-    path, as in a trainer's environment. `group` is the entry-point group of other packages. Built-in names take
+    import path, as in a trainer's environment. `group` is the entry-point group of other packages. Built-in names take
     precedence.
     """
 

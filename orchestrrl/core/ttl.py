@@ -7,8 +7,9 @@ MOST_S = 1e9  # about 30 years: a later time may not be a valid date
 
 
 def lifetime_faults(ttl_s: float, field: str = "ttl_s", until: str = "released") -> list[str]:
-    """Return a list with the fault of `ttl_s`, reported for `field`. The list is empty if `ttl_s` is valid. `until` is
-    the event that ends an order without an expiry, for example "released"."""
+    """Return the fault of `ttl_s` as a list of one text, or an empty list if `ttl_s` is valid. `field` is the name
+    under which the fault is reported. `until` is the event that ends an order without an expiry, for example
+    "released"."""
     if 0 <= ttl_s <= MOST_S:
         return []
     most = f" and <= {MOST_S:.0f}" if MOST_S < ttl_s < math.inf else ""

@@ -24,17 +24,17 @@ if TYPE_CHECKING:  # imports numpy, so loaded only if a configuration names a pr
 
 
 def load_config(path: Path | str, *, with_parts: bool = False) -> Config:
-    """Return the configuration in the file. Raises ProblemFaults with every fault. With `with_parts`, switch drivers
-    and the deployer also check their options, for which their libraries are loaded. No connection is opened."""
+    """Return the configuration in the file at `path`. Raises ProblemFaults with all faults if the file is invalid. If
+    `with_parts` is True, switch drivers and the deployer also check their options, for which their libraries are
+    loaded. No connection is opened."""
     return parse_config(read_text(path), Path(path).parent, with_parts=with_parts)
 
 
 def parse_config(
     text: str, folder: Path = Path(), *, profile: "Profile | None" = None, with_parts: bool = False
 ) -> Config:
-    """Return the configuration in a text, as load_config does for a file. Files that the text names are relative to
-    `folder`. An empty document is the default configuration. `profile`, if given, replaces the profile that the
-    document names."""
+    """Return the configuration in a text, as `load_config` does for a file. Paths in the text are relative to `folder`.
+    An empty text yields the default configuration. `profile`, if given, replaces the profile that the text names."""
     document = document_of(text)
     config, faults = validated(document)
     # Sections are checked against each other even if other sections have faults, so that all are reported at once.
@@ -56,7 +56,8 @@ def parse_config(
 
 
 def _read_profile(fleet: Any, folder: Path) -> tuple["Profile | None", list[str]]:
-    """Return the profile that the section `fleet` names, or None, and the profile's faults."""
+    """Return the profile that the `fleet` section names, and the profile's faults. The profile is None if the section
+    names none or the profile has faults."""
     path = fleet.get("profile") if isinstance(fleet, dict) else None
     if not isinstance(path, str) or not path:
         return None, []
@@ -71,7 +72,7 @@ def _read_profile(fleet: Any, folder: Path) -> tuple["Profile | None", list[str]
 
 
 def _switch_faults(document: dict[Any, Any]) -> list[str]:
-    """Return the faults that the drivers of the section `ocs` find in their options."""
+    """Return the faults that the switch drivers find in their options in the `ocs` section."""
     faults = []
     for index, entry in entries(document, "ocs"):
         id, driver, options = entry.get("id"), entry.get("driver"), entry.get("options", {})
@@ -86,8 +87,8 @@ def _switch_faults(document: dict[Any, Any]) -> list[str]:
 
 
 def _start_faults(document: dict[Any, Any], profile: "Profile | None") -> list[str]:
-    """Return the faults that the deployer finds in its options. If there are none, return the faults of engines that it
-    could never start. The list is empty if the section `fleet` is invalid."""
+    """Return the faults that the deployer finds in its options. If there are none, return the faults that prevent
+    configurations from starting. The list is empty if the `fleet` section is invalid."""
     only, _ = validated({"fleet": document.get("fleet", {})})
     if only is None:
         return []
@@ -102,7 +103,8 @@ def _start_faults(document: dict[Any, Any], profile: "Profile | None") -> list[s
 
 
 class ReloadableConfig:
-    """The current configuration. `reload` reads the file again; if it is invalid, the present configuration is kept."""
+    """The daemon's current configuration. `reload` reads the file again, and keeps the current configuration if the
+    file is invalid."""
 
     def __init__(self, path: Path, config: Config) -> None:
         self._path = path
@@ -113,8 +115,8 @@ class ReloadableConfig:
         return cls(path, load_config(path, with_parts=True))
 
     def reload(self) -> Config:
-        """Read the file again and return the new configuration. Raises ProblemFaults and keeps the present
-        configuration if the file is invalid or changes a section that cannot change at run time."""
+        """Read the file again and return the new configuration. If the file is invalid or changes a section that cannot
+        change at run time, keep the current configuration and raise ProblemFaults."""
         fresh = load_config(self._path, with_parts=True)
         fixed = [f"{name}: cannot change while the daemon runs" for name in _fixed_changes(self.config, fresh)]
         if fixed:
@@ -141,8 +143,8 @@ def _fixed_changes(old: Config, new: Config) -> list[str]:
 
 
 def document_of(text: str) -> dict[Any, Any]:
-    """Return the document's sections, without empty sections such as a bare `fleet:`. Raises ProblemFaults if the text
-    is not a YAML mapping."""
+    """Parse a YAML text and return its sections, without empty sections such as a bare `fleet:`. Raises ProblemFaults
+    if the text is not a YAML mapping."""
     document = parse_yaml(text)
     if document is None:
         return {}
@@ -152,7 +154,8 @@ def document_of(text: str) -> dict[Any, Any]:
 
 
 def validated(document: dict[Any, Any]) -> tuple[Config | None, list[str]]:
-    """Return the configuration and no faults, or None and every fault within a section."""
+    """Check each section of the document by itself. Return the configuration and an empty list if all sections are
+    valid, or None and a list of all faults otherwise."""
     try:
         return Config.model_validate(document), []
     except ValidationError as error:
@@ -186,7 +189,7 @@ def cross_faults(document: dict[Any, Any], profile: "Profile | None") -> list[st
 
 
 def known_configurations(fleet: dict[Any, Any], profile: "Profile | None") -> list[str]:
-    """Return the sorted ids of the configurations in the section `fleet` and in the profile."""
+    """Return the sorted ids of the configurations in the `fleet` section and in the profile."""
     profiled = [str(engine.id) for engine in profile.configurations] if profile is not None else []
     return sorted({str(entry["id"]) for _, entry in entries(fleet, "configurations") if "id" in entry}.union(profiled))
 

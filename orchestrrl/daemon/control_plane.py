@@ -1,8 +1,8 @@
-"""Run the daemon's decisions: each tick takes a snapshot of the fleet, computes a decision, and starts the operations
+"""Make the daemon's decisions. Each tick takes a snapshot of the fleet, computes a decision, and starts the operations
 that the decision requires.
 
-The cycle is: observe, update the state, decide, admit, journal, act. `run_loops` calls `fast_tick` and `slow_tick` on
-any clock, so that a simulation runs the same code. fleet_coordinator.py handles reports and orders.
+The cycle is: observe, update the state, decide, admit, journal, act. `run_loops` calls `fast_tick` and `slow_tick` with
+any clock, so that a simulation runs the same code. Reports and orders are handled in fleet_coordinator.py.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ QUIET_POLL_S = 0.25
 
 
 class ControlPlane:
-    """Runs the decisions of both loops over one fleet."""
+    """Makes the decisions of the fast loop and the slow loop for one fleet."""
 
     def __init__(
         self,
@@ -52,8 +52,9 @@ class ControlPlane:
         offload: Offload = inline,
         stopwatch: Callable[[], float] = perf_counter,
     ) -> None:
-        """Without a `redeployer`, plans that change engines are held. `stopwatch` measures the duration of decisions. A
-        simulation passes a simulated stopwatch, so that its journal is reproducible."""
+        """Without a `redeployer`, plans that change engines are held. `left_for_moves` returns the NIC share that other
+        traffic leaves for moves. `stopwatch` measures the duration of decisions. A simulation passes a simulated
+        stopwatch, so that its journal is reproducible."""
         self.fleet = fleet
         self.mode = mode
         self.pause_registry = pause_registry
@@ -70,7 +71,7 @@ class ControlPlane:
         self._planning = False  # the slow loop waits for a quiet fleet, or decides now
 
     def fast_tick(self) -> BalanceDecision:
-        """Run one tick of the fast loop."""
+        """Run one tick of the fast loop and return its decision."""
         began = self._stopwatch()
         self.mode.check_journal()
         self.planning.share_nics(self._left_for_moves())
@@ -108,8 +109,9 @@ class ControlPlane:
         return decision
 
     async def slow_tick(self) -> Plan:
-        """Run one tick of the slow loop, and start carrying out its plan. A plan made while no request is in flight is
-        recorded only if its verdict has changed."""
+        """Run one tick of the slow loop and return its plan. If plan admission allows the plan, start to carry it out.
+        A plan made while no request is in flight is recorded only if its verdict differs from that of the previous
+        plan."""
         self._planning = self.mode.current is Mode.ACT
         try:
             plan, snapshot = await self._plan()
@@ -142,8 +144,9 @@ class ControlPlane:
         return plan, snapshot
 
     async def _quiet(self) -> None:
-        """Wait until the fast loop's moves have ended and their effect is reported, for at most `operation_expiry_s`.
-        Without this limit, the wait might never end, because the fast loop moves requests most of the time."""
+        """Wait until the fast loop's moves have ended and telemetry shows their effect, for at most
+        `operation_expiry_s`. Without this limit, the wait might never end, because the fast loop moves requests most of
+        the time."""
         until_s = self.clock.now_s() + self.config.fast.operation_expiry_s
         while self.clock.now_s() < until_s:
             hold = self._underway(self.fleet.state.snapshot(self.clock.now_s()))
@@ -178,8 +181,8 @@ class ControlPlane:
         )
 
     def _underway(self, snapshot: Snapshot) -> Hold | None:
-        """Return a Hold if a change of the fleet is in progress, because it must end and be observed first. Return None
-        otherwise."""
+        """Return a Hold while a change of the fleet is in progress or its effect has not been reported. Otherwise,
+        return None."""
         still = self._standing_still(snapshot)
         if still is not None:
             return still
@@ -231,14 +234,14 @@ class ControlPlane:
 
 
 def _digest(inputs: object) -> str:
-    """Return a digest that identifies a decision's inputs, so that a replay can compare them. `repr` of frozen values
-    is canonical."""
+    """Return a digest that identifies a decision's inputs, so that a replay can compare them. The digest is computed
+    from `repr`, which is canonical for frozen values."""
     return hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]
 
 
 async def run_loops(control_plane: ControlPlane, clock: Clock, *, goes_on: bool = False) -> None:
-    """Run both loops until cancelled. With `goes_on`, an unexpected exception ends only the current tick. Otherwise, as
-    in simulations and tests, the exception is raised."""
+    """Run both loops until cancelled. If `goes_on` is True, an unexpected exception ends only the current tick.
+    Otherwise, as in simulations and tests, the exception is raised."""
     await control_plane.fleet.barrier.settle()
     tick = partial(_repeat, control_plane.defects, goes_on)
     async with asyncio.TaskGroup() as loops:
@@ -249,8 +252,8 @@ async def run_loops(control_plane: ControlPlane, clock: Clock, *, goes_on: bool 
 
 
 async def _interval_or_step(control_plane: ControlPlane, clock: Clock) -> None:
-    """Wait for the slow loop's next tick: until the loop's interval has passed, or until one fast interval after a new
-    step begins, when the step's requests have arrived."""
+    """Wait until the slow loop's next tick is due. This is when the loop's interval has passed or, if a new step begins
+    earlier, one fast interval after its beginning, when the step's requests have arrived."""
     began = control_plane.fleet.step_began
     await until_set(clock, began, control_plane.config.slow.interval_s)
     if began.is_set():

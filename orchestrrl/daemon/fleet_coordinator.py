@@ -1,6 +1,6 @@
 """Connect the daemon to its fleet: receive reports and results, and send orders to attached nodes.
 
-control_plane.py makes the decisions.
+The daemon's decisions are made in control_plane.py.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class FleetCoordinator:
         planning: Planning,
         restarted: Callable[[EngineId], None],
     ) -> None:
-        """`restarted` is called with an engine that has lost its weights."""
+        """`restarted` is called with the id of an engine that has lost its weights because it was restarted."""
         self.config = config
         self.journal = journal
         self.clock = clock
@@ -94,8 +94,8 @@ class FleetCoordinator:
         self.membership_changes.reconfigure(config)
 
     async def close(self, drain_s: float) -> None:
-        """Wait up to `drain_s` for the results of open operations. Operations that remain open are settled by the next
-        daemon."""
+        """Wait up to `drain_s` seconds for the results of open operations, then end all streams to nodes. Operations
+        that remain open are settled by the next daemon."""
         left = await self.runner.drain(drain_s)
         self.routes.close()
         await stop(*self.defects.tasks, *self.barrier.waiting, *self.canceller.waiting)
@@ -107,7 +107,7 @@ class FleetCoordinator:
 
     def engine_reported(self, report: EngineReport, stream: int) -> ReportAck:
         """Apply an agent's report to the fleet state and return the acknowledgement. Raises LimitReached if the report
-        would exceed a limit of the configuration."""
+        would exceed a configured limit."""
         now_s = self.clock.now_s()
         report = replace(report, agent=self.nodes.id_of(report.agent, report.incarnation, stream))
         self.state.check_engine_report(report, now_s)
@@ -136,7 +136,7 @@ class FleetCoordinator:
 
     def gateway_reported(self, report: GatewayReport, stream: int) -> ReportAck:
         """Apply a gateway's report to the fleet state and return the acknowledgement. Raises LimitReached if the report
-        would exceed a limit of the configuration."""
+        would exceed a configured limit."""
         now_s = self.clock.now_s()
         report = replace(report, gateway=self.nodes.id_of(report.gateway, report.incarnation, stream))
         self.state.check_gateway_report(report, now_s)
@@ -159,7 +159,7 @@ class FleetCoordinator:
 
     def attach(self, hello: NodeHello) -> Attachment:
         """Attach a node to its stream of orders. A gateway's routes are sent first, then its open operations. Raises
-        LimitReached if the node would exceed a limit of the configuration."""
+        LimitReached if the node would exceed a configured limit."""
         now_s = self.clock.now_s()
         self.state.check_hello(hello, now_s)
         attachment = self.nodes.attach(hello, now_s)
@@ -198,7 +198,7 @@ class FleetCoordinator:
 
     async def move(self, request: RequestId, to_engine: EngineId) -> MovesOutcome:
         """Carry out a move that an operator orders. Raises ProblemFaults if an id is unknown, and Permanent if the
-        request must not move."""
+        pause barrier is closed or the request must not move."""
         self.barrier.check_open()
         snapshot = self.state.snapshot(self.clock.now_s())
         to_engine = self.state.engine_called(to_engine, snapshot.now_s)
@@ -230,7 +230,8 @@ class FleetCoordinator:
     # --- names
 
     def remarks(self, engines: Iterable[EngineId]) -> dict[EngineId, tuple[str, ...]]:
-        """Return the faults in how these engines are named and reported, one sentence each."""
+        """Return remarks on engines that have several names or are reported by several agents. Each remark is one
+        sentence. Engines without remarks are omitted."""
         now_s = self.clock.now_s()
         others, found = self.state.names(now_s).others, {}
         for engine in engines:
@@ -243,14 +244,15 @@ class FleetCoordinator:
         return found
 
     def node_remarks(self) -> tuple[str, ...]:
-        """Return a sentence for each pair of nodes that share an id."""
+        """Return one sentence for each pair of nodes that share an id."""
         return tuple(
             f"two nodes have the id {node}: the second is listed as {listed}"
             for listed, node in sorted(self.nodes.doubles().items())
         )
 
     def note_remarks(self, snapshot: Snapshot) -> None:
-        """Journal and log when a fault in how engines are named and reported begins or ends."""
+        """Journal and log changes in the remarks on engines (see `remarks`), and new nodes that share an id with
+        another node."""
         remarks = self.remarks(engine.id for engine in snapshot.engines)
         for engine in sorted(remarks.keys() | self._remarks.keys()):
             now, before = remarks.get(engine, ()), self._remarks.get(engine, ())
@@ -276,7 +278,8 @@ class FleetCoordinator:
         self.routes.send(self.state.engines(self.clock.now_s()))
 
     def _configuration_of(self, engine: EngineId) -> ConfigurationId | None:
-        """Return the engine's configuration, or its implicit configuration if it has no configured one."""
+        """Return the engine's configuration. If the engine has no configured one, return its implicit configuration, or
+        None if it has neither."""
         return self.state.configuration_of(engine) or self.planning.implicit_configuration(engine)
 
     def _note_step_end(self) -> None:

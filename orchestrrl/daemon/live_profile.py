@@ -1,9 +1,10 @@
-"""Estimate the costs of the fleet's engines: the configured profile, re-fitted to measurements while the engines run.
+"""Estimate the costs of the fleet's engines from the configured profile, re-fitted to measurements while the engines
+run.
 
 This module performs no I/O: reports and results are passed in, and each tick reads the estimates. A re-fit replaces an
 estimate only if the new value differs notably, so that plans do not fluctuate with noise. A restarted daemon begins
-with the configured profile and learns again; only the durations of starts and the fixed part of moves are recovered
-from the journal.
+with the configured profile and learns again. Only the durations of engine starts and the fixed part of moves are
+recovered from the journal.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -51,14 +52,15 @@ MOVE_FIXED = "move_fixed_s"  # the figure's name in the journal
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
-    """A watched engine's configuration, and the sample since which its batch has not changed."""
+    """A watched engine's configuration, and the sample since which the engine's batch has not changed."""
 
     configuration: ConfigurationId
     since: EngineSample
 
 
 def given_profile(configuration: Configuration, date: str) -> EngineProfile:
-    """Return the initial profile of a configuration in the configuration file."""
+    """Return the initial profile of a configuration that the configuration file defines. `date` is recorded as the date
+    of the profile."""
     alpha_s, most = configuration.alpha_s, configuration.max_sequences
     base_s = Curve((0.0, float(most)), (alpha_s, alpha_s + configuration.beta_s * most))
     return EngineProfile(
@@ -82,8 +84,8 @@ class CostEstimates:
 
     @property
     def straight(self) -> bool:
-        """Return whether the step time of each configuration is linear in the batch, so that `lines` does not depend on
-        the coming batches."""
+        """Return whether the step time of each configuration is linear in the batch size, so that `lines` does not
+        depend on the coming batches."""
         return all(
             profile.id in self.as_written or (len(profile.step.base_s.xs) <= 2 and not profile.spill_capacity_tokens)
             for profile in self.profiles
@@ -93,8 +95,8 @@ class CostEstimates:
         self, snapshot: Snapshot, gpus_count: int, remaining_tokens: Sequence[float] = ()
     ) -> tuple[Configuration, ...]:
         """Return each configuration with its step time approximated as a linear function over the coming batches.
-        `remaining_tokens` has the expected remaining tokens of each request in flight, which determine the
-        approximation if the curve is not linear."""
+        `remaining_tokens` has the expected remaining tokens of each request in flight, from which the sizes of the
+        coming batches are derived."""
         count = max(1, len(snapshot.requests))
         context = sum(request.context_tokens for request in snapshot.requests) / count
         return tuple(
@@ -104,8 +106,8 @@ class CostEstimates:
 
 
 class LiveProfile:
-    """The cost estimates of all configurations. `note` is called with each estimate that changes; `today` returns the
-    date of a re-fit in ISO 8601 format."""
+    """The cost estimates of all configurations. `note` is called with each estimate that changes. `today` returns the
+    current date in ISO 8601 format."""
 
     def __init__(self, fleet: FleetSettings, note: Note, today: Callable[[], str]) -> None:
         self._note = note
@@ -119,7 +121,7 @@ class LiveProfile:
         self._begin(fleet)
 
     def assume(self, assumed: AssumedProfile) -> None:
-        """Add an implicit configuration, unless it exists. If it has no prior, its estimate is used only after
+        """Add an implicit configuration, unless it already exists. If it has no prior, its estimate is used only after
         LEAST_SAMPLES observed batches."""
         if assumed.profile.id not in self._known:
             self._known[assumed.profile.id] = ConfigurationEstimate(assumed.profile, self._today, assumed=assumed)
@@ -133,8 +135,8 @@ class LiveProfile:
         return 0 if known is None else known.taken
 
     def configured(self, fleet: FleetSettings) -> None:
-        """Apply a reloaded configuration. Learned estimates are kept, unless the configured costs from which they began
-        have changed."""
+        """Apply a reloaded configuration. Learned estimates are kept, unless the configured costs on which they are
+        based have changed."""
         if (fleet.configurations, fleet.profile_value()) != self._costs:
             self._begin(fleet)
         elif _rates_of(fleet.kv_transfer) != _rates_of(self._links):
@@ -145,8 +147,8 @@ class LiveProfile:
     def observe(
         self, report: EngineReport, configuration: ConfigurationId | None, *, crowded_links: bool = False
     ) -> None:
-        """Learn from a report of an engine of this configuration. With `crowded_links` the report is ignored: other
-        traffic may slow its steps temporarily."""
+        """Learn from a report of an engine that has this configuration. If `crowded_links` is True, the report is
+        ignored, because other traffic may slow the engine's steps temporarily."""
         sample, watched = report.sample, self._watched.get(report.engine)
         if configuration is None or configuration not in self._known or sample is None or crowded_links:
             self._watched.pop(report.engine, None)
@@ -173,8 +175,8 @@ class LiveProfile:
         self, moves: Sequence[MovedRequest], configuration_of: Callable[[EngineId], ConfigurationId | None]
     ) -> None:
         """Learn from the finished moves of one operation. The contexts of moves to one engine are prefilled together,
-        so the longest of these moves gives the time of their total tokens. KV transfers are independent of each other.
-        """
+        so the longest of these moves gives the time to prefill all their tokens. KV transfers are independent of each
+        other."""
         self._learn_fixed(moves)
         tokens: dict[EngineId, list[int]] = {}
         seconds: dict[EngineId, float] = {}
@@ -195,8 +197,8 @@ class LiveProfile:
                 self._known[configuration].observe_recompute(contexts, seconds[engine])
 
     def _learn_fixed(self, moves: Sequence[MovedRequest]) -> None:
-        """Learn the fixed part of the duration of moves. A stall affects all moves of one operation, so all moves of an
-        operation form one sample."""
+        """Learn the fixed part of the duration of moves. A stall affects all moves of one operation, so the moves of an
+        operation form one sample for each method."""
         found = fixed_parts(moves)
         for method in MoveMethod:
             seconds = [seconds for by, seconds in found if by is method]
@@ -210,21 +212,22 @@ class LiveProfile:
                 self._note(ConfigurationId(""), {**body, "samples": len(part.measured_s)})
 
     def begin_fixed(self, method: MoveMethod, seconds: float) -> None:
-        """Set the fixed part of the duration of moves by `method`, which is used until moves are measured."""
+        """Set the fixed part of the duration of moves by `method` to `seconds`, which is used until moves are
+        measured."""
         self._fixed[method] = FixedMoveCost(seconds)
         self._fixed_noted_s[method] = seconds
 
     def _loaded(self, configuration: ConfigurationId | None, item: OperationItemResult) -> None:
         """Learn from a KV transfer. Each GPU of an engine holds a part of the KV cache, and all parts are sent in
-        parallel."""
+        parallel, so the measured duration is the time to send one part."""
         if configuration in self._known and self._transfers is not None:
             tokens = max(1, round(item.loaded_tokens / self._known[configuration].profile.parallelism.gpus))
             self._transfers.observe(tokens * self._priced.kv_bytes_per_token, item.duration_s)
 
     def started(self, starts: Iterable[EngineStart]) -> None:
-        """Learn from the starts of engines in redeployments. Starts whose expected duration differs from the configured
-        `switch_s` are skipped: the configuration has been corrected since then, so these starts may have happened under
-        other conditions."""
+        """Learn from the engine starts of redeployments. A start whose expected duration differs from the configured
+        `switch_s` is skipped. The configuration was changed after this start, so the conditions may have changed too.
+        """
         for start in starts:
             known = self._known.get(start.configuration)
             if known is not None and start.expected_s == known.given.switch_s:
@@ -240,7 +243,7 @@ class LiveProfile:
     # --- answer
 
     def cost_estimates(self) -> CostEstimates:
-        """Return the current estimates as a value, which another thread can use while reports arrive."""
+        """Return the current estimates as an immutable value, which another thread can use while reports arrive."""
         estimates = self.estimates()
         written = {known.given.id: known.as_written for known in estimates}
         return CostEstimates(
@@ -251,7 +254,7 @@ class LiveProfile:
         return tuple(known for known in self._known.values() if known.scaled)
 
     def moves(self) -> MoveCosts | None:
-        """Return the estimated costs of moves. Return None if no profile contains costs of moves."""
+        """Return the estimated costs of moves, or None if the configured profile contains no costs of moves."""
         fitted = None if self._recompute is None else self._recompute.fitted()
         if self._moves is None or fitted is None:
             return self._moves
@@ -259,8 +262,8 @@ class LiveProfile:
         return replace(self._moves, recompute_s=fitted.curve, provenance=provenance)
 
     def moving(self, nic_share: float = 1.0) -> KvTransferCost:
-        """Return the costs of moves for a plan. KV transfer is possible only if it is configured; between nodes it gets
-        the share `nic_share` of the NICs' bandwidth."""
+        """Return the costs of moves for a plan. KV transfer is possible only if it is configured. A transfer between
+        nodes gets the share `nic_share` of the NICs' bandwidth."""
         moves, links = self.moves(), self._links
         rebuilt_tokens = moves.rebuilt_tokens() if moves is not None else None
         recompute_s = self.recompute_fixed_s
@@ -287,7 +290,7 @@ class LiveProfile:
 
     @property
     def recompute_fixed_s(self) -> float:
-        """Return the number of seconds in which a moved running request produces no tokens, in addition to the prefill
+        """Return the time, in seconds, for which a moved running request produces no tokens, not including the prefill
         of its context."""
         return self._fixed[MoveMethod.RECOMPUTE].seconds
 
@@ -320,7 +323,7 @@ class LiveProfile:
         self._known = {**configured, **implicit, **configured}  # configured ones come first and take precedence
 
     def _begin_transfers(self, links: KvTransfer | None) -> None:
-        """Reset the estimates of KV transfer to the configured values, until moves are measured."""
+        """Reset the estimates of KV transfer to the configured values, which are used until transfers are measured."""
         self._links = links
         self._transfers: CurveRefitter | None = None
         if links is not None:

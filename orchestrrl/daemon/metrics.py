@@ -1,4 +1,4 @@
-"""Define every Prometheus metric of the daemon, with its help text, and serve the page.
+"""Define every Prometheus metric of the daemon, with its help text, and serve the metrics over HTTP.
 
 Values are read from the control plane at each scrape, in the daemon's event loop.
 """
@@ -205,8 +205,8 @@ class DaemonCollector(Collector):
 
 
 async def serve_metrics(daemon: Daemon, address: str) -> web.AppRunner:
-    """Start to serve /metrics and return the runner, whose cleanup stops the server. Raises Permanent if the address is
-    in use."""
+    """Start an HTTP server for /metrics and return its runner, whose `cleanup` method stops the server. Raises
+    Permanent if the server cannot bind the address."""
     registry = CollectorRegistry()
     registry.register(DaemonCollector(daemon))
 

@@ -1,4 +1,4 @@
-"""Manage the daemon's mode and its reason. A mode set by an operator persists across restarts."""
+"""Manage the daemon's mode and the reason for it. A mode set by an operator persists across restarts."""
 
 import logging
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 class ModeSwitch:
     """The daemon's mode. The mode falls back to `advise` if the journal is damaged, or if the same exception ends
-    consecutive ticks of a loop that acts on the fleet. The constructor recovers the mode from the journal."""
+    REPEATED consecutive ticks of a part that acts on the fleet. The constructor recovers the mode from the journal."""
 
     def __init__(self, configured: Mode, journal: Journal, clock: Clock) -> None:
         self.defects = Defects(clock, self._stop_acting)
@@ -25,7 +25,7 @@ class ModeSwitch:
 
     def set(self, mode: Mode, reason: str) -> Mode:
         """Set the mode and return the previous mode. The new mode persists across restarts as long as the configured
-        mode does not change."""
+        mode does not change. Setting the mode to `act` also confirms damage to the journal."""
         previous = self.current
         body = {"mode": mode, "previous": previous, "reason": reason, "configured": self._configured}
         if mode is Mode.ACT:
@@ -38,7 +38,8 @@ class ModeSwitch:
         return previous
 
     def reconfigure(self, mode: Mode) -> None:
-        """Apply the mode of a reloaded configuration if it differs from the previously configured mode."""
+        """Apply the mode of a reloaded configuration if it differs from the previously configured mode. The mode `act`
+        is not applied while the journal has unconfirmed damage."""
         before, self._configured = self._configured, mode
         if mode is Mode.ACT and self._journal.damage:
             logger.warning("mode stays advise: %s", self.reason)
@@ -46,7 +47,7 @@ class ModeSwitch:
             self.set(mode, "configuration reloaded")
 
     def check_journal(self) -> None:
-        """Switch to `advise` if the journal has become damaged."""
+        """Switch from `act` to `advise` if the journal has become damaged."""
         if self.current is Mode.ACT and self._journal.damage:
             self._only_advise(_damage_of(self._journal))
 
@@ -58,7 +59,7 @@ class ModeSwitch:
         self._only_advise(f"{defect.part} failed {REPEATED} times in a row: {defect}")
 
     def _only_advise(self, reason: str) -> None:
-        """Switch to `advise` until an operator sets the mode. The call raises no exception."""
+        """Switch to `advise` until an operator sets the mode. This method does not raise exceptions."""
         logger.error("mode is advise from now on: %s; `orchestrrl mode act` sets it back", reason)
         try:
             self.set(Mode.ADVISE, reason)
@@ -67,8 +68,9 @@ class ModeSwitch:
             self.reason = f"{reason} (not journalled: {error})"
 
     def _recovered(self) -> Mode:
-        """Return the configured mode, or the mode that an operator has set since it was configured. Returns `advise` if
-        the journal is damaged."""
+        """Return the mode in which the daemon starts. This is the last mode that was set, if the configured mode has
+        not changed since, or else the configured mode. If the journal is damaged or the last mode cannot be read,
+        return `advise`."""
         journal, configured = self._journal, self._configured
         if journal.damage:
             self.reason = _damage_of(journal)

@@ -1,4 +1,4 @@
-"""Store plans and their results, notify watchers, and store the controls that operators set for the planner.
+"""Store plans and their results, notify watchers of changes, and store the controls that operators set for the planner.
 
 Plans and controls are journalled, and recovered from the journal after a restart.
 """
@@ -33,7 +33,8 @@ REMEMBERED = 256
 
 @dataclass(frozen=True, slots=True)
 class PlanEvent:
-    """A plan that was made or changed, with the operator's control at that time."""
+    """A change of a plan or of the operator's control. `plan` is the changed plan or, if the control was set, the
+    latest plan."""
 
     plan: Plan | None  # None: there was no plan yet when the control was set
     control: OperatorControl
@@ -52,7 +53,7 @@ class PlanBook:
         self._watchers: set[asyncio.Queue[PlanEvent | None]] = set()
 
     def recover(self) -> None:
-        """Recover the latest plans with their results, and the operator's control, from the journal."""
+        """Recover the latest plans with their results, the operator's control and the calibration from the journal."""
         for entry in self._journal.tail(REMEMBERED, (EntryKind.PLAN,)):
             if (plan := self._journal.interpret(entry, _plan_from)) is not None:
                 self._plans[plan.id] = plan
@@ -80,13 +81,13 @@ class PlanBook:
         return next(reversed(self._plans.values()), None)
 
     def get(self, plan: PlanId) -> Plan:
-        """Return the plan. Raises Permanent if it is not among the stored plans."""
+        """Return the plan with this id. Raises Permanent if it is not among the stored plans."""
         if plan not in self._plans:
             raise Permanent(f"plan {plan!r} does not exist or is not among the {REMEMBERED} newest plans")
         return self._plans[plan]
 
     def newest(self, limit: int) -> list[Plan]:
-        """Return the `limit` newest plans, newest first; limit 0 returns all stored plans."""
+        """Return the `limit` newest plans, or all stored plans if `limit` is 0, newest first."""
         plans = list(reversed(self._plans.values()))
         return plans[:limit] if limit else plans
 
@@ -101,7 +102,7 @@ class PlanBook:
         self._notify_watchers(plan)
 
     def acted(self, plan: PlanId, done: bool, detail: str) -> None:
-        """Record the result of carrying out a plan. `done` is False if the plan had no effect; `detail` describes the
+        """Record the result of carrying out a plan. `done` is False if the plan had no effect. `detail` describes the
         result."""
         self._journal.append(self._clock.now_s(), EntryKind.PLAN_ACTED, plan, {"done": done, "detail": detail})
         if plan in self._plans:
@@ -109,7 +110,8 @@ class PlanBook:
             self._notify_watchers(self._plans[plan])
 
     def deployment_ended(self, plan: PlanId, outcome: RedeploymentOutcome) -> None:
-        """Record that a redeployment ended. A failed redeployment also starts the cooldown."""
+        """Record the outcome of a redeployment. The cooldown before the next redeployment starts even if this one
+        failed."""
         body = {"done": outcome.done, "detail": outcome.detail, "ended_s": outcome.ended_s}
         self._journal.append(self._clock.now_s(), EntryKind.DEPLOYMENT_ENDED, plan, body)
         self.last_redeploy_s = outcome.ended_s
@@ -119,9 +121,9 @@ class PlanBook:
     def step_ended(
         self, step: GenerationStep, still_s: Callable[[float, float], float] = lambda from_s, to_s: 0.0
     ) -> None:
-        """Record the actual makespan of each plan of the step: the seconds from the plan to the step's end, without the
-        time in which the fleet was paused, which plans do not predict. `still_s(from_s, to_s)` returns the paused time.
-        """
+        """Record the actual makespan of each plan of the step. This is the time in seconds from the plan's creation to
+        the step's end, excluding pauses of the fleet, which plans do not predict. `still_s(from_s, to_s)` returns the
+        time in seconds for which the fleet was paused in an interval."""
         assert step.ended_s is not None
         ended_s = step.ended_s
         outcomes = [
@@ -137,8 +139,9 @@ class PlanBook:
         self._calibrate(ended_s, outcomes)
 
     def _calibrate(self, ended_s: float, plans: Sequence[tuple[Plan, float]]) -> None:
-        """Update the calibration of predictions. A prediction is valid until a later plan is carried out, so plans
-        before the last plan that was carried out are skipped."""
+        """Update the calibration of predictions. `plans` has the plans of the ended step with their actual makespans in
+        seconds. A prediction is valid until a later plan is carried out, so plans before the last plan that was carried
+        out are skipped."""
         last_act = max((place for place, (plan, _) in enumerate(plans) if plan.acted), default=0)
         outcomes = [
             (plan.predicted_s / plan.correction, actual_s)
@@ -153,8 +156,8 @@ class PlanBook:
     def override(
         self, configuration: ConfigurationId, known: Collection[ConfigurationId], reason: str, ttl_s: float
     ) -> OperatorControl:
-        """Restrict the planner to one configuration for `ttl_s` seconds. Raises ProblemFaults if the configuration is
-        unknown or `ttl_s` is invalid."""
+        """Restrict the planner to one configuration for `ttl_s` seconds or, if `ttl_s` is 0, until `release` is called.
+        Raises ProblemFaults if the configuration is not in `known` or `ttl_s` is invalid."""
         faults = lifetime_faults(ttl_s)
         if configuration not in known:
             listing = ", ".join(sorted(known)) or "none; add it to fleet.configurations"
@@ -166,7 +169,8 @@ class PlanBook:
         )
 
     def pin(self, reason: str, ttl_s: float) -> OperatorControl:
-        """Keep the present deployment for `ttl_s` seconds. Raises ProblemFaults if `ttl_s` is invalid."""
+        """Keep the present deployment for `ttl_s` seconds or, if `ttl_s` is 0, until `release` is called. Raises
+        ProblemFaults if `ttl_s` is invalid."""
         if faults := lifetime_faults(ttl_s):
             raise ProblemFaults(faults)
         return self._set(OperatorControl(ControlState.PINNED, None, reason, expiry_s(self._clock.now_s(), ttl_s)))
@@ -175,7 +179,8 @@ class PlanBook:
         return self._set(OperatorControl(reason=reason))
 
     async def watch(self) -> AsyncIterator[PlanEvent]:
-        """Yield the latest plan, if any, then each new or changed plan, until the book is closed."""
+        """Yield the latest plan, if any, then an event for each change of a plan or of the operator's control, until
+        the plan book is closed."""
         queue: asyncio.Queue[PlanEvent | None] = asyncio.Queue()
         if self.latest is not None:
             queue.put_nowait(PlanEvent(self.latest, self.control))

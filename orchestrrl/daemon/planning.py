@@ -1,7 +1,8 @@
 """Collect the estimates that both loops use (costs of engines and moves, output lengths, and the use of links by other
 traffic), and build the planning problem of the slow loop from them.
 
-Telemetry arrives on the event loop; a problem, once built, is self-contained and can be solved in a thread.
+Telemetry arrives on the event loop. A planning problem is self-contained once it is built, so it can be solved in a
+thread.
 """
 
 import logging
@@ -58,9 +59,9 @@ LIKE_OTHERS = ", of engines with the same model"
 
 
 class Planning:
-    """The inputs of both loops. `note` and `today` have the same meaning as in LiveProfile. `unstartable` returns the
-    configurations of which no engine can be started, with the reasons. `known_output_tokens` are the true output
-    lengths in a simulation, for plans with perfect knowledge."""
+    """The estimates on which the decisions of both loops are based. `note` and `today` have the same meaning as in
+    LiveProfile. `unstartable` returns the configurations of which no engine can be started, with the reasons.
+    `known_output_tokens` are the true output lengths in a simulation, for plans with perfect knowledge."""
 
     def __init__(
         self,
@@ -112,17 +113,18 @@ class Planning:
         self.lines = cost_estimates.lines(snapshot, gpus_count(config, snapshot, cost_estimates.profiles))
 
     def share_nics(self, left: LeftForMoves) -> None:
-        """Set the bandwidth that other traffic leaves for KV transfers, from which their costs are computed from now
-        on."""
+        """Set the NIC share that other traffic leaves for KV transfers. The costs of KV transfers are computed from
+        this share from now on."""
         self._nics = left
 
     def observe(self, report: EngineReport, configuration: ConfigurationId | None) -> None:
-        """Learn from an agent's report. Reports of engines on congested links are ignored, since other traffic slows
-        their steps."""
+        """Learn from an agent's report. Reports are ignored while the NICs are congested, because other traffic may
+        slow the engines' steps."""
         self.costs.observe(report, configuration, crowded_links=self._nics.share < NICS_CROWDED)
 
     def offered(self, engine: EngineId, capabilities: EngineCapabilities | None) -> None:
-        """Derive an implicit configuration from the engine's capabilities, if the engine has no configured one."""
+        """Derive an implicit configuration from the capabilities of an engine that has no configured one. The call has
+        no effect if `capabilities` is None or unchanged."""
         before = self._assumed.get(engine)
         if capabilities is not None and (before is None or before[0] != capabilities):
             assumed = assumed_of(engine, capabilities)
@@ -139,8 +141,9 @@ class Planning:
         return None if held is None else held[1].profile.id
 
     def identified(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot with implicit configurations for engines without a configured one, if their step times
-        are known."""
+        """Return a copy of the snapshot in which each engine without a configuration has its implicit configuration, if
+        the step times are known. If they are unknown, the engine gets the implicit configuration of another engine with
+        the same model, if there is one."""
         cost_estimates = {profile.id for profile in self.costs.cost_estimates().profiles}
         stand_ins = self._stand_ins(cost_estimates)
 
@@ -154,8 +157,8 @@ class Planning:
         return replace(snapshot, engines=tuple(map(identified, snapshot.engines)))
 
     def _stand_ins(self, cost_estimates: Collection[ConfigurationId]) -> dict[str, ConfigurationId]:
-        """Return, per model, the implicit configuration with the most observed batches. An engine that has been idle is
-        assumed to be as fast as the other engines that serve the same model."""
+        """Return, for each model, the implicit configuration among `cost_estimates` with the most observed batches. An
+        engine that has been idle is assumed to be as fast as the other engines that serve the same model."""
         best: dict[str, tuple[int, ConfigurationId]] = {}
         for capabilities, assumed in self._assumed.values():
             model, name = capabilities.serving.model, assumed.profile.id
@@ -189,7 +192,7 @@ class Planning:
 
     def configurations(self) -> tuple[Configuration, ...]:
         """Return the configurations for the fast loop: the configurations of the latest plan, and implicit
-        configurations added since."""
+        configurations added since that plan."""
         planned = {line.id for line in self.lines}
         since = (profile for profile in self.costs.cost_estimates().profiles if profile.id not in planned)
         return (*self.lines, *(profile.configuration() for profile in since))
@@ -229,8 +232,8 @@ class Planning:
         control: OperatorControl,
         can_deploy: bool,
     ) -> Callable[[], Plan]:
-        """Build the planning problem from the present state, and return a function that solves it and returns the plan,
-        with notes on its inputs."""
+        """Build the planning problem from the present state. Return a function that solves the problem and returns the
+        plan, with notes on its inputs."""
         there = {engine.id for engine in snapshot.engines}
         unconfigured = {engine.id for engine in snapshot.engines if engine.configuration is None}
         self._assumed = {engine: held for engine, held in self._assumed.items() if engine in unconfigured}
@@ -272,13 +275,14 @@ class Planning:
         return decide
 
     def move_costing(self, kv_versions: Mapping[EngineId, str]) -> MovePricing:
-        """Return the current costs of single moves."""
+        """Return the current costs of moving single requests between engines with these KV versions."""
         gpus = self._config.fleet.gpus
         profiles = {profile.id: profile for profile in self.costs.cost_estimates().profiles}
         return MovePricing(profiles, self.costs.moving(self._nics.share), gpus.per_node if gpus else 8, kv_versions)
 
     def _unknown(self, snapshot: Snapshot) -> str:
-        """Return the reason why step times of engines are unknown, or an empty string if all step times are known."""
+        """Return the reason why the step times of some engines are unknown, or an empty string if all step times are
+        known."""
         return unknown_step_times(
             {engine: times.detail for engine, times in self.step_times(snapshot).items() if not times.source}
         )
@@ -294,8 +298,8 @@ class Planning:
 
 
 def _move_fixed(body: Mapping[str, Any]) -> tuple[MoveMethod, float] | None:
-    """Return a move method and the learned fixed part of its duration in seconds. Return None if the journal entry
-    describes another estimate."""
+    """Return the move method in the body of a journal entry, and the learned fixed part of its duration in seconds.
+    Return None if the entry describes another estimate."""
     if body.get("figure") != MOVE_FIXED:
         return None
     return MoveMethod(body["method"]), float(body["value"])
@@ -308,8 +312,8 @@ def _starts(body: Mapping[str, Any]) -> tuple[EngineStart, ...]:
 
 
 def gpus_count(config: Config, snapshot: Snapshot, profiles: Sequence[EngineProfile]) -> int:
-    """Return the number of GPUs that may serve: fleet.gpus, or, if it is not configured, the number of GPUs of all
-    engines, according to the `profiles` of their configurations."""
+    """Return the number of GPUs on which engines may run. This is `fleet.gpus.count` or, if it is not configured, the
+    number of GPUs of all present engines according to the `profiles` of their configurations."""
     if config.fleet.gpus is not None:
         return config.fleet.gpus.count
     needed = {profile.id: profile.parallelism.gpus for profile in profiles}
@@ -317,7 +321,7 @@ def gpus_count(config: Config, snapshot: Snapshot, profiles: Sequence[EngineProf
 
 
 def planner_config(config: Config, gpus: int, *, can_deploy: bool) -> PlannerConfig:
-    """Return the planner's settings, without configurations to choose from."""
+    """Return the planner's settings, with an empty list of configurations to choose from."""
     # The fast loop packs every second by the same length estimates: a plan's own moves would undo its packing, unless
     # lengths are known exactly (which waives the share).
     moves_itself = config.fast.policy is not FastPolicy.PACKING
@@ -333,12 +337,12 @@ def planner_config(config: Config, gpus: int, *, can_deploy: bool) -> PlannerCon
 
 
 class StepLengths:
-    """The output lengths of recent steps: journalled as steps end, recovered after a restart, and added to the forecast
-    of the next step on demand.
+    """The output lengths of recent steps. They are journalled as steps end, recovered after a restart, and added to the
+    forecast of the next step on demand.
 
-    Adding a step takes a tenth of a second, or a second if statsmodels must be imported first. Therefore `step_ended`
-    only queues the step, on the event loop, and `expected` adds it, in the planner's thread. Neither method is called
-    concurrently with itself.
+    Adding a step to the forecast takes about a tenth of a second, or about a second if statsmodels must be imported
+    first. Therefore `step_ended` only queues the step, on the event loop, and `expected` adds it, in the planner's
+    thread. Neither method is called concurrently with itself.
     """
 
     def __init__(self, bin_tokens: int, max_output_tokens: int) -> None:
@@ -353,7 +357,7 @@ class StepLengths:
                 self._waiting += step
 
     def step_ended(self, finished: Sequence[FinishedLength]) -> dict[str, Any]:
-        """Queue an ended step, and return the body of its journal entry."""
+        """Queue the output lengths of an ended step, and return the body of the step's journal entry."""
         bin_tokens, max_output_tokens = self._series.bin_tokens, self._series.max_output_tokens
         step = StepStatistics.of(finished, bin_tokens, max_output_tokens)
         self._waiting.append(step)

@@ -1,5 +1,5 @@
 """Predict initial step times for engines without a configuration, from the model and GPU that they report. The
-functions have no side effects.
+functions in this module have no side effects.
 
 A prior is a prediction of the cost model (planner/cost/predict.py). If the cost model does not contain the LLM or the
 GPU, the shape of a typical engine's step times is assumed, and their scale is learned from observed batches
@@ -36,7 +36,8 @@ SAME_SIZE = 1.25  # a dense model can represent another one whose size differs b
 
 @dataclass(frozen=True, slots=True)
 class AssumedProfile:
-    """An implicit configuration. Engines that report the same facts share one implicit configuration."""
+    """The implicit configuration of an engine that has no configured one. Engines that report the same facts share one
+    implicit configuration."""
 
     profile: EngineProfile
     prior: str = ""  # e.g. `qwen2.5-14b on H100, TP=2`; empty: only the shape is assumed
@@ -44,7 +45,7 @@ class AssumedProfile:
 
 
 class NoPrior(ValueError):
-    """Raised if an engine's facts do not suffice for a prediction; the message names the missing fact."""
+    """Raised if no prediction is possible from the facts that an engine reports. The message states the reason."""
 
 
 def assumed_of(engine: EngineId, capabilities: EngineCapabilities) -> AssumedProfile:
@@ -58,8 +59,8 @@ def assumed_of(engine: EngineId, capabilities: EngineCapabilities) -> AssumedPro
 
 
 def model_of(facts: ServingFacts) -> tuple[Model, str]:
-    """Return the model to predict with, and a text on how it was identified. Raises NoPrior if the facts do not
-    identify a model."""
+    """Return the model for the prediction, and a text that describes how the model was identified. Raises NoPrior if
+    the facts do not identify a model."""
     if facts.sizes is not None:
         return facts.sizes, f"{facts.sizes.name} (sizes of its config.json)"
     try:
@@ -132,8 +133,9 @@ def _gpu(facts: ServingFacts) -> GpuModel:
 def _predicted(
     facts: ServingFacts, model: Model, gpu: GpuModel, engine: EngineModel, precision: Precision, longest_tokens: int
 ) -> EngineProfile:
-    """Return the prediction for the reported layout. If no layout is reported, use the first layout with enough KV
-    capacity for a request of `longest_tokens`, since an engine with less capacity does not start."""
+    """Return the prediction for the reported parallelism. If no TP degree is reported, use the first one with enough KV
+    capacity for a request of `longest_tokens`, since an engine with less capacity does not start. Raises NoPrior if no
+    prediction is possible."""
     if (facts.pp or 1) > 1:
         raise NoPrior(f"step times of pipeline stages are not modelled, got PP={facts.pp}")
     for tp in (facts.tp,) if facts.tp else TP_TRIED:
@@ -158,7 +160,8 @@ def _predicted(
 
 
 def _sound(profile: EngineProfile) -> bool:
-    """Return whether the profile's step times are finite, positive, and never decrease with load."""
+    """Return whether the profile's step times and prefill rate are finite and positive, and its step times do not
+    decrease with load."""
     step = profile.step
     ys = step.base_s.ys
     finite = all(math.isfinite(y) and y > 0 for y in ys) and 0 <= step.kv_s_per_token < math.inf
@@ -167,8 +170,8 @@ def _sound(profile: EngineProfile) -> bool:
 
 
 def _precision(facts: ServingFacts, model: Model) -> Precision:
-    """Return the precision that the engine reports. Otherwise, return the precision in the checkpoint's name or, if the
-    name contains none, the precision of the published model."""
+    """Return the precision of weights and KV cache. The precision of weights is the one that the engine reports, or
+    else the one in the checkpoint's name, or else that of the published model."""
     words = re.split(r"[-_/. ]+", facts.model.lower())
     named = next((QUANTIZED_BITS[word] for word in words if word in QUANTIZED_BITS), None)
     bits = facts.weight_bits or named
@@ -183,8 +186,8 @@ def _typical() -> EngineProfile:
 
 
 def _implicit_id(model: Model, gpu: GpuModel, profile: EngineProfile, precision: Precision) -> ConfigurationId:
-    """Return an id that is unique to the prediction: it includes model sizes that are not in the table of known models,
-    and unusual precisions."""
+    """Return an id that is unique to the prediction. The id includes the precision if it is unusual, and a hash of the
+    model's sizes if they are not in the table of known models."""
     parts = [_slug(model.name), gpu.name, identifier(profile.parallelism)]
     if precision != Precision(model.weight_bits, model.expert_bits):
         parts.append(f"w{precision.weight_bits:g}kv{precision.kv_bits:g}")
@@ -194,8 +197,8 @@ def _implicit_id(model: Model, gpu: GpuModel, profile: EngineProfile, precision:
 
 
 def _shape_id(engine: EngineId, facts: ServingFacts) -> ConfigurationId:
-    """Return an id shared by engines that report the same model and facts, so that their samples are combined. An
-    engine that reports no model gets a separate id."""
+    """Return the id of an implicit configuration without a prior. Engines that report the same model and facts share
+    the id, so that their samples are combined. An engine that reports no model gets an id of its own."""
     if not facts.model:
         return ConfigurationId(f"{PREFIX}{engine}")
     digest = hashlib.sha256(repr(replace(facts, sizes=None)).encode()).hexdigest()[:6]

@@ -1,8 +1,9 @@
-"""Re-fit cost estimates to measurements: step times and prefill to telemetry, moves and starts to their durations. Also
-provide the estimate of each configuration to plans, operators and metrics.
+"""Re-fit cost estimates to measurements, and provide the estimate of each configuration to plans, operators and
+metrics. Step times and prefill rates are fitted to telemetry, and the costs of moves and engine starts to their
+durations.
 
 This module performs no I/O, and its memory is bounded. The newest few samples are kept for each load, so that an hour
-at one load does not displace the samples of other loads; the weight of older samples decays. The initial profile keeps
+at one load does not displace the samples of other loads. The weight of older samples decays. The initial profile keeps
 a small weight at every load, and determines the estimate at loads that were never observed.
 """
 
@@ -59,7 +60,7 @@ Note = Callable[[ConfigurationId, dict[str, Any]], object]
 
 
 class ObservedPrefill(NamedTuple):
-    """An interval between two scrapes in which an engine prefilled while decoding and was never idle."""
+    """An interval between two scrapes in which an engine prefilled prompts while decoding and was never idle."""
 
     tokens: int  # prefilled
     elapsed_s: float
@@ -69,8 +70,8 @@ class ObservedPrefill(NamedTuple):
     kv_tokens: float
 
     def prefill_s(self, step: StepTime) -> float | None:
-        """Return the time spent on prefill in seconds, i.e. the part of the interval that decoding does not account
-        for. Return None if it is too uncertain or not positive."""
+        """Return the time, in seconds, spent on prefill, i.e. the part of the interval that decoding does not account
+        for. Return None if this time is too uncertain or not positive."""
         fewest_s, most_s = (
             self.decoded_tokens / batch * step.at(batch, self.kv_tokens) for batch in (self.fewest, self.most)
         )
@@ -100,8 +101,8 @@ def same_batch(earlier: EngineSample, later: EngineSample) -> bool:
 
 
 def steady_batch(earlier: EngineSample, later: EngineSample) -> bool:
-    """Return whether the batch hardly changed between two scrapes. This is weaker than `same_batch`, which rarely holds
-    while requests arrive and end."""
+    """Return whether the batch hardly changed between two scrapes. This condition is weaker than `same_batch`, which
+    rarely holds while requests arrive and end."""
     fewest, most = sorted((earlier.running, later.running))
     decoded = later.generation_tokens_total - earlier.generation_tokens_total
     prompts = later.prompt_tokens_total - earlier.prompt_tokens_total
@@ -118,7 +119,7 @@ def batch_between(
 ) -> StepSample | None:
     """Return the mean decode step between two scrapes of an engine. Return None if the scrapes do not determine it.
 
-    For a `steady_batch` the step time is accurate to about a tenth.
+    If `unchanged` is `steady_batch`, the step time is accurate to about 10 %.
     """
     elapsed_s = later.sampled_s - earlier.sampled_s
     made = later.generation_tokens_total - earlier.generation_tokens_total
@@ -131,10 +132,10 @@ def batch_between(
 
 
 def prefilled_between(earlier: EngineSample, later: EngineSample) -> ObservedPrefill | None:
-    """Return the prompt tokens that an engine prefilled between two scrapes, and the time. Return None if prefill
-    cannot be separated from decoding.
+    """Return the number of prompt tokens that an engine prefilled between two scrapes, with the length of the interval.
+    Return None if prefill cannot be separated from decoding.
 
-    While requests wait, engines differ in when they count a prompt, so such intervals are skipped.
+    Engines count waiting prompts at different times, so intervals with waiting requests are skipped.
     """
     elapsed_s = later.sampled_s - earlier.sampled_s
     tokens = later.prompt_tokens_total - earlier.prompt_tokens_total
@@ -152,9 +153,9 @@ class ConfigurationEstimate:
     """The cost estimate of one configuration: its initial profile, the current estimate, and the samples from which it
     is computed.
 
-    `date` returns the date of a re-fit in ISO 8601 format. `rebuilt_tokens` maps a context to the number of prompt
-    tokens that take as long to prefill. For an assumed configuration without a prior, only the shape of its step times
-    is valid until the estimate is `scaled`.
+    `date` returns the date of a re-fit in ISO 8601 format. `rebuilt_tokens` maps the length of a context to the number
+    of tokens in usual prompts that take equally long to prefill. For an assumed configuration without a prior, only the
+    shape of its step times is valid until the estimate is `scaled`.
     """
 
     def __init__(
@@ -165,8 +166,8 @@ class ConfigurationEstimate:
         written: Configuration | None = None,
         assumed: AssumedProfile | None = None,
     ) -> None:
-        """`written` is the configuration as written in the configuration file, without rounding. `assumed` is None for
-        a configured configuration."""
+        """`written` is the configuration as written in the configuration file, without rounding. `assumed` is None
+        unless the configuration is implicit."""
         self.given = self.profile = given  # the initial profile; the present estimate
         self.assumed = assumed
         self.scaled = assumed is None or bool(assumed.prior)
@@ -210,15 +211,16 @@ class ConfigurationEstimate:
             self._scale()
 
     def observe_recompute(self, context_tokens: Sequence[int], seconds: float) -> None:
-        """Add a sample of requests that were moved to one engine at once. `seconds` is the time until the last of their
-        contexts was computed again."""
+        """Add a sample of requests that were moved to one engine at the same time. `seconds` is the time until the last
+        of their contexts was computed again."""
         rebuilt = self._rebuilt_tokens
         tokens = sum(map(rebuilt.at, context_tokens) if rebuilt is not None else context_tokens)
         if tokens >= 1 and 0 < seconds < math.inf:
             self._add(self._recomputed, TimedSample(tokens, seconds), tokens)
 
     def observe_prefill(self, seen: ObservedPrefill) -> None:
-        """Add a sample of prefill during decoding, if it is large enough to measure."""
+        """Add a sample of prefill during decoding, if prefill took a large enough part of the interval to be
+        measured."""
         takes_s = seen.tokens / self.given.prefill_tokens_per_s
         if self.scaled and all(map(math.isfinite, seen)) and takes_s >= PREFILL_SHARE * seen.elapsed_s:
             self._add(self._prefilled, seen, seen.tokens)
@@ -238,7 +240,8 @@ class ConfigurationEstimate:
             self._accept_figure("switch_s", self._switch_s(), note)
 
     def fitted(self) -> EngineProfile:
-        """Return the profile fitted to the samples, or the initial profile while there are too few samples."""
+        """Return the profile with step times fitted to the samples, or the initial profile while there are too few
+        samples."""
         given, window = self.given, self._steps
         if len(window) < LEAST_SAMPLES:
             return given
@@ -249,8 +252,8 @@ class ConfigurationEstimate:
 
     @property
     def as_written(self) -> Configuration | None:
-        """Return the configuration with the step times written in the configuration file. Return None if it is not in
-        the file or its step times were learned since."""
+        """Return the configuration with the step times written in the configuration file. Return None if the
+        configuration is not in the file, or if its step times have been learned since."""
         if self._written is None or self.refitted:
             return None
         learnt = self.profile
@@ -314,7 +317,7 @@ class ConfigurationEstimate:
 
     def _scale(self) -> None:
         """Scale the assumed step times to the batches observed so far, and use them from now on. The prefill rate is
-        scaled with them."""
+        scaled by the same factor."""
         shape = self.given
         factor = median(load.step_s / shape.step.at(load.sequences, load.kv_tokens) for load in self._loads)
         base_s = Curve(shape.step.base_s.xs, tuple(factor * y for y in shape.step.base_s.ys))
@@ -324,9 +327,9 @@ class ConfigurationEstimate:
         logger.info("%s: step times learned from %d observed batches", shape.id, len(self._loads))
 
     def _prefill_tokens_per_s(self) -> RefittedFigure | None:
-        """Return the prefill rate fitted to its samples. Return None while there are too few samples. Once there are
-        enough samples of moves, only these are used: they are more reliable than prompts, part of which a prefix cache
-        may have served."""
+        """Return the prefill rate fitted to its samples. Return None if there are too few samples or they do not
+        determine the rate. Once there are enough samples of moves, only these are used. They are more reliable than
+        samples of prompts, which a prefix cache may have served in part."""
         given, moved = self.given, self._recomputed
         if len(moved) >= LEAST_SAMPLES:
             seen, weights, by = list(moved), moved.weights(), "moves"
@@ -348,8 +351,8 @@ class ConfigurationEstimate:
         return self._figure(1 / slope_s, "prefill_tokens_per_s", fitted.error, by)
 
     def _switch_s(self) -> RefittedFigure | None:
-        """Return the duration of an engine's start, estimated from its samples. Return None while there are too few
-        samples."""
+        """Return the duration of an engine's start in seconds, estimated from its samples. Return None while there are
+        too few samples."""
         starts_s = self._starts_s
         if len(starts_s) < LEAST_STARTS:
             return None
@@ -415,7 +418,8 @@ def _fit_of(provenance: Provenance) -> dict[str, Any]:
 
 
 class CurveRefitter:
-    """Fits a curve that maps sizes to seconds to samples, starting from the curve `prior`."""
+    """Fits a curve to samples, starting from the curve `prior`. The curve maps a size (tokens or bytes) to a time in
+    seconds."""
 
     def __init__(self, prior: Curve) -> None:
         self._prior = prior
@@ -445,7 +449,8 @@ class _Window(Generic[Sample]):
     _count: int = 0
 
     def add(self, seen: Sample, *load: float) -> None:
-        """Add a sample. Loads within about a fifth of each other share a cell."""
+        """Add a sample. Samples whose loads differ by less than about a fifth share a cell, which keeps the newest
+        PER_CELL samples."""
         cell = tuple(round(math.log(max(size, 1.0)) / math.log(1.2)) for size in load)
         self._count += 1
         self._cells.setdefault(cell, deque(maxlen=PER_CELL)).append((seen, self._count))

@@ -1,7 +1,8 @@
 """Connect redeployments to the fleet, and construct the deployment from `fleet.deployer` in the configuration.
 
 The daemon watches engines that a deployer started, as an agent would, since they may have no agent. While an agent
-reports such an engine, only its reports count; the watcher resumes after the agent has been silent for some time.
+reports such an engine, only the agent's reports count. The daemon watches the engine again after the agent has been
+silent for some time.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ ASK_TIMEOUT_S = 120.0
 WATCHER = NodeId("daemon")
 INTERVAL_S = 0.25  # the agents' scrape interval
 SILENT_AFTER_S = 3.0  # the watcher replaces an agent after this silence
-LOOK_S = 1.0  # how often that is checked
+LOOK_S = 1.0  # interval between two checks for this silence
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class DeployedEngineWatcher:
         make_engine: Callable[[str, str], Engine] = connect,
         interval_s: float = INTERVAL_S,
     ) -> None:
-        """`make_engine` returns a client for a product and URL."""
+        """`make_engine` returns a client for an engine, given its product and URL."""
         self._fleet = fleet
         self._make_engine = make_engine
         self._interval_s = interval_s
@@ -69,8 +70,8 @@ class DeployedEngineWatcher:
         self._sequence = 0
 
     def follow(self, engines: Mapping[EngineId, tuple[str, str]]) -> None:
-        """Watch exactly these engines, given as (URL, product). Raises Permanent and changes nothing if a product is
-        unknown."""
+        """Watch exactly these engines, each given with its (URL, product). Raises Permanent and changes nothing if a
+        product is unknown."""
         known = {engine: (watched.url, watched.product) for engine, watched in self._watched.items()}
         fresh = {
             engine: self._make_engine(product, url)
@@ -138,7 +139,7 @@ class DeployedEngineWatcher:
 
 
 class RedeployedFleet:
-    """Gives redeployments access to the fleet: its moves, weights, circuits and watches."""
+    """Gives redeployments access to the fleet: its moves, weights, circuits and engine watches."""
 
     def __init__(
         self,
@@ -201,8 +202,8 @@ class RedeployedFleet:
 
 @contextmanager
 def _although_unwritten() -> Iterator[None]:
-    """Log a failed journal write instead of raising it, so that a redeployment proceeds: the engines' real state does
-    not depend on the write."""
+    """Log a failed journal write in the block instead of raising the error. A redeployment proceeds after such a
+    failure, because the engines' real state does not depend on the write."""
     try:
         yield
     except OrchestrRLError as error:

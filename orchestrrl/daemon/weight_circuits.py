@@ -1,10 +1,10 @@
 """Provide circuits for weight syncs: report the possible network, bring up circuits for the edges of a plan, and
 restore the previous circuits after the sync.
 
-The coordinator of circuits (fabric/coordinator.py) decides whether and when circuits change: this module announces the
-traffic of a plan's edges, waits for the result, and returns the present network. A sync always runs, over the circuits
-that are up. Without an optical fabric the network is the configured one. According to section 5.2 and appendix E of the
-paper, the circuits of both phases are brought up before the broadcast, and torn down after it.
+The circuit coordinator (fabric/coordinator.py) decides whether and when circuits change. This module announces the
+traffic of a plan's edges, waits for the result, and returns the present network. A sync runs in any case, over the
+circuits that are up. Without an optical fabric, the network is the configured one. According to section 5.2 and
+appendix E of the paper, the circuits of both phases are brought up before the broadcast, and torn down after it.
 """
 
 import asyncio
@@ -50,8 +50,8 @@ Peers = Callable[[], Mapping[PeerId, Peer]]
 
 
 class PacketNetwork:
-    """The network without an optical fabric, from `weights.network` of the configuration and the places that peers
-    report."""
+    """The network of a site without an optical fabric, derived from `weights.network` in the configuration and the PoDs
+    and ToRs that peers report."""
 
     def __init__(self, settings: NetworkSettings, peers: Peers) -> None:
         self._settings = settings
@@ -76,8 +76,8 @@ class PacketNetwork:
 
 
 class CircuitsForSyncs:
-    """Provides a sync's circuits through the coordinator. `packet_tors` are the ToRs that an electrical network also
-    connects, each at `packet_gbps`."""
+    """Provides the circuits of weight syncs through the circuit coordinator. `packet_tors` are the ToRs that an
+    electrical network also connects, each at `packet_gbps`."""
 
     def __init__(
         self,
@@ -109,9 +109,9 @@ class CircuitsForSyncs:
     async def bring_up(
         self, sync_id: str, planned: PlannedSync, on_phase: OnPhase, *, still: bool = False
     ) -> BroughtUp:
-        """Bring up circuits for the traffic of the plan's edges and return the network. Unless the trainer is known to
-        be idle (`still`), wait for its next pause, if the trainer is traced. If the call is cancelled, no further
-        circuit is changed."""
+        """Bring up circuits for the traffic of the plan's edges and return the network. If the trainer is traced, wait
+        for its next pause, unless it is known to be idle (`still`). If the call is cancelled, no further circuit is
+        changed."""
         peers = self._peers()
         job = self._trainer(peers[edge.src] for edge in planned.edges if edge.src in peers) if still else JOB
         intent, notes = intent_of(planned.edges, self._fabric.site, peers, job)
@@ -134,12 +134,13 @@ class CircuitsForSyncs:
         return BroughtUp(network, (*notes, *_what_became(report), *_not_joined(planned.edges, network)))
 
     async def tear_down(self, sync_id: str) -> tuple[str, ...]:
-        """Restore the circuits from before the sync, unless their jobs have requested other circuits since, and return
-        notes.
+        """Restore the circuits from before the sync, unless their jobs have requested other circuits since. Return
+        notes for the report of the sync.
 
         The circuits of generation are restored at once. The circuits of training are restored in the trainer's next
-        pause; this call does not wait for it, since the trainer may be waiting for the sync's end. The call is
-        idempotent, even after a restart of the daemon: the journal contains the order in which circuits came up.
+        pause. This call does not wait for the pause, since the trainer may be waiting for the sync's end. The call is
+        idempotent, even after a restart of the daemon, because the journal contains the order in which circuits came
+        up.
         """
         periods: list[AnnouncedPeriod] = []
         words: list[str] = []
@@ -160,7 +161,7 @@ class CircuitsForSyncs:
         return tuple(words)
 
     def _trainer(self, senders: Iterable[Peer]) -> str:
-        """Return the job that is traced on the trainer's hosts, or JOB if none is traced."""
+        """Return the job that is traced on the hosts of the trainers among `senders`, or JOB if none is traced."""
         hosts = {peer.host for peer in senders if peer.role is PeerRole.TRAINER}
         return next(iter(sorted(self._fabric.traced_on(hosts))), JOB)
 
@@ -177,9 +178,9 @@ class CircuitsForSyncs:
             begun.cancel()
 
     def _before(self, partly: bool) -> list[tuple[str, Stage, str]]:
-        """Return (job, stage, name) of the periods whose circuits the last sync replaced: they came up before the sync,
-        and have not come up again or been requested since. `partly` is True if the sync failed after it had changed
-        circuits."""
+        """Return (job, stage, name) of each period whose circuits the last sync replaced. The circuits came up before
+        the sync, and have not come up again or been requested since. `partly` is True if the sync failed after it had
+        changed circuits."""
         up = [(job, stage, name) for (job, stage), name in self._fabric.up.items()]
         syncs = [place for place, (_, stage, _) in enumerate(up) if stage is Stage.WEIGHT_SYNC]
         last = len(up) if partly else max(syncs, default=0)
@@ -199,8 +200,9 @@ class CircuitsForSyncs:
 
 
 def circuits_of(config: "Config", fabric: CircuitCoordinator | None, peers: Peers) -> SyncCircuits:
-    """Return the sync circuits of the daemon. The electrical network connects the ToRs whose routers have a packet
-    side. If no routers are configured, it is assumed to connect all ToRs, since all peers reach the daemon."""
+    """Return the provider of circuits for the daemon's weight syncs. Beside the optical fabric, an electrical network
+    connects the ToRs whose routers have a packet side. If no routers are configured, it is assumed to connect all ToRs,
+    since all peers reach the daemon."""
     network = config.weights.network
     if fabric is None or config.fabric is None:
         return PacketNetwork(network, peers)
@@ -217,7 +219,8 @@ def network_of(
     packet_tors: Collection[EndpointId] = (),
     packet_gbps: float = 0.0,
 ) -> SyncNetwork:
-    """Return the network that these circuits and the electrical network form, without ports reserved for responses."""
+    """Return the network that the cross-connects and the electrical network form. Cross-connects of reserved ports,
+    such as those for responses, are left out."""
     ours = [each for each in cross_connects if not any((each.switch, port) in site.reserved for port in each.ports)]
     boundary: Counter[EndpointId] = Counter()
     tors: Counter[EndpointId] = Counter()
@@ -242,8 +245,9 @@ def _network(
     packet_tors: Collection[EndpointId],
     packet_gbps: float,
 ) -> SyncNetwork:
-    """Return the network of circuits, counted by PoD, ToR and pair of PoDs. The electrical network connects PoDs
-    without circuits. It is modelled as one link to each other PoD, so that the number of links does not limit it."""
+    """Return the network formed by circuits, given their numbers by PoD, ToR and pair of PoDs. The electrical network
+    connects PoDs without circuits. It is modelled as one link from each PoD to each other PoD, so that the number of
+    links is not a limit."""
     joined = set(packet_tors) if packet_gbps > 0 else set()
     pods = sorted(pod.id for pod in site.pods if any(tor.id in joined for tor in site.tors_of[pod.id]))
     by_packets: dict[tuple[str, str], PairLink] = {pair: PairLink(1, packet_gbps) for pair in combinations(pods, 2)}
@@ -277,8 +281,8 @@ def named_station(peer: Peer, nic_gbps: float) -> NetworkStation:
 def intent_of(
     edges: Iterable[CarryEdge], site: Site, peers: Mapping[PeerId, Peer], job: str = JOB
 ) -> tuple[Intent, tuple[str, ...]]:
-    """Return the traffic of the edges per pair of GPUs, and notes on peers without a known GPU. The bytes of both
-    phases are included, so that the circuits of both phases are brought up together."""
+    """Return an intent with the traffic of the edges per pair of GPUs, and notes on peers without a known GPU. The
+    bytes of both phases of the sync are included, so that the circuits of both phases are brought up together."""
     sent: Counter[tuple[int, int]] = Counter()
     nowhere: set[str] = set()
     for edge in edges:

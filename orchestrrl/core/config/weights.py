@@ -1,4 +1,4 @@
-"""The section `weights` of the daemon's configuration: how new weights are transferred to the engines."""
+"""The `weights` section of the daemon's configuration, which defines how new weights are transferred to the engines."""
 
 from enum import StrEnum
 from typing import Annotated, Self
@@ -24,8 +24,8 @@ class InstallWhen(StrEnum):
 
 
 class ProbeSettings(Section):
-    """A prompt that every engine completes by greedy decoding before a version is committed. All engines of one
-    configuration must return the same answer."""
+    """The prompt that every engine completes by greedy decoding before a weight version is committed. All engines with
+    the same configuration must return the same answer."""
 
     prompt_ids: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, min_length=1)] = (1, 2, 3, 4, 5, 6, 7, 8)
     max_tokens: PositiveInt = 8
@@ -42,9 +42,9 @@ class TorCircuits(Section):
 
 
 class NetworkSettings(Section):
-    """The packet network between peers, used for plans and their rate limits if `fabric` is not configured. Peers
-    report their PoD and ToR. PoDs and ToRs that are not listed here have no limit, so their peers are limited only by
-    their NICs."""
+    """The packet network between peers. If `fabric` is not configured, sync plans and their rate limits are computed
+    for this network. Peers report their PoD and ToR. PoDs and ToRs that are not listed here have no bandwidth limit, so
+    their peers are limited only by their NICs."""
 
     link_gbps: PositiveFloat = 100.0
     nic_gbps: PositiveFloat = 100.0  # for peers that do not report their NIC rate

@@ -1,9 +1,9 @@
-"""Detect damage of a journal, and replace a damaged journal by one with its readable entries.
+"""Detect damage to a journal, and replace a damaged journal with a new one that contains its readable entries.
 
-Every entry has a checksum. Next to the journal, `<journal>.tail` contains the number of the last acknowledged entry and
-the sum of the checksums of all entries ever written. The tail is written after each entry, so a process that is killed
-between the two writes leaves a journal with one entry more than its tail records, never with one entry less. A journal
-with fewer entries than its tail has therefore lost some, even if the file itself is consistent.
+Every entry has a checksum. The file `<journal>.tail` next to the journal contains the number of the last acknowledged
+entry and the sum of the checksums of all entries ever written. The tail is written after each entry, so a process that
+is killed between the two writes leaves a journal with one entry more than its tail records, never with one entry less.
+A journal with fewer entries than its tail records has therefore lost entries, even if the file itself is consistent.
 """
 
 import hashlib
@@ -44,8 +44,9 @@ def checksum(sequence: int, at_s: float, generation: int, kind: bytes, subject: 
 
 
 def is_intact(row: Row) -> bool:
-    """Return whether an entry is unchanged since it was written. `row` has the columns `COLUMNS` and the checksum.
-    Texts in `row` must be bytearrays, so that the function detects a text that was turned into a blob by damage."""
+    """Return whether an entry is unchanged since it was written. `row` has the columns in `COLUMNS`, followed by the
+    checksum. Texts in `row` must be bytearrays, so that the function detects a text that was turned into a blob by
+    damage."""
     if any(type(text) is not bytearray for text in row[3:6]):
         return False
     try:
@@ -59,7 +60,7 @@ def is_intact(row: Row) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class JournalTail:
-    """The state that the writer of a journal has acknowledged."""
+    """The last state of a journal that its writer has acknowledged, as recorded in the tail file."""
 
     generation: int = 0
     sequence: int = 0
@@ -72,11 +73,11 @@ class JournalTail:
 
 
 class TailFile:
-    """The open tail file of one writer."""
+    """The tail file of a journal, opened by the journal's writer."""
 
     def __init__(self, journal: Path, tail: JournalTail) -> None:
-        """Open the tail file and write `tail`, which survives a power failure after this call. Raises OSError if the
-        file cannot be written."""
+        """Open the tail file of `journal` and write `tail`, which survives a power failure after this call. Raises
+        OSError if the file cannot be written."""
         self.path = tail_path(journal)
         if not self.path.exists():  # the file never exists without its record
             half = beside(journal, ".tail.half")
@@ -92,9 +93,9 @@ class TailFile:
             raise
 
     def write(self, tail: JournalTail, *, durable: bool = False) -> None:
-        """Replace the record by `tail`. If the process is killed during the call, the file has either the previous or
-        the new record. If `durable` is True, the record survives a power failure after this call. Raises OSError if the
-        file cannot be written."""
+        """Replace the file's record with `tail`. If the process is killed during the call, the file contains either the
+        previous or the new record. If `durable` is True, the record survives a power failure after this call. Raises
+        OSError if the file cannot be written."""
         os.pwrite(self._descriptor, tail.encoded(), 0)
         if durable:
             os.fsync(self._descriptor)
@@ -152,8 +153,8 @@ class JournalExamination:
 
 
 def examine(path: Path) -> JournalExamination:
-    """Compare a journal with its checksums and its tail file. No file is changed. Raises Permanent if the file is not a
-    journal, or has a format that this version does not support."""
+    """Check a journal against its checksums and its tail file, without changing any file. Raises Permanent if the file
+    at `path` is not a journal, or has a format that this version does not support."""
     found = JournalExamination()
     tail: JournalTail | None = None
     try:
@@ -189,7 +190,7 @@ def examine(path: Path) -> JournalExamination:
 
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
-    """Return whether the error shows that the file's content is damaged. Returns False if the file cannot be opened or
+    """Return whether the error shows that the file's content is damaged, rather than that the file cannot be opened or
     read at present."""
     code = getattr(error, "sqlite_errorcode", None)
     return code is None or code & 0xFF in _WRONG_CONTENT
@@ -214,8 +215,9 @@ def _examine_absence(path: Path, tail: JournalTail | None, found: JournalExamina
 
 
 def identify(path: Path, db: sqlite3.Connection, tail: JournalTail | None = None, is_ours: bool = False) -> int:
-    """Return the version of the journal's format. Raises Permanent if the undamaged file is not a journal or has an
-    unsupported format, and ValueError if the file's header is damaged."""
+    """Return the version of the journal's format. `is_ours` is True if a tail file shows that the file at `path` was a
+    journal. Raises ValueError if the file's header is damaged. Otherwise, raises Permanent if the file is not a journal
+    or has an unsupported format."""
     (identity,) = db.execute("PRAGMA application_id").fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if identity != APPLICATION_ID:
@@ -263,8 +265,8 @@ def _examine_database(
 def _compare(
     db: sqlite3.Connection, tail: JournalTail | None, found: JournalExamination, total: int, last: int
 ) -> None:
-    """Compare the entries with the tail file and with the last entry number that SQLite assigned, and add a fault for
-    each difference."""
+    """Compare the entries with the tail file and with the last entry number that SQLite assigned, and add a fault to
+    `found` for each difference."""
     numbered = db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'entries'").fetchone()
     if (numbered[0] if numbered else 0) != last:
         found.fault(f"the last entry is {last}, but {numbered[0] if numbered else 0} were written")
@@ -287,7 +289,7 @@ def meta_of(db: sqlite3.Connection) -> dict[str, int]:
 
 
 def number_sum(meta: Mapping[str, int]) -> int:
-    """Return the checksum of the generation in the table `meta`."""
+    """Return the checksum of the generation that is stored in the table `meta`."""
     return checksum(0, 0.0, meta.get("generation", 0), b"generation", b"", b"")
 
 
@@ -299,15 +301,15 @@ def schema_sum(db: sqlite3.Connection) -> int:
 
 
 def rows_of(db: sqlite3.Connection, guarded: bool, order: str = "ASC") -> Iterator[Row]:
-    """Yield all entries in order of their numbers, each with its checksum. For a journal without checksums, the
-    checksum is computed."""
+    """Yield all entries sorted by number in ascending or descending `order`, each with its checksum. If `guarded` is
+    False, the journal stores no checksums, so they are computed."""
     column = ", checksum" if guarded else ""
     for row in db.execute(f"SELECT {COLUMNS}{column} FROM entries NOT INDEXED ORDER BY sequence {order}"):
         yield row if guarded else (*row, _checksum_of(row))
 
 
 def _checksum_of(row: Row) -> int | None:
-    """Return the checksum of a row, or None if the row has a value that no version of the daemon writes."""
+    """Return the checksum of an entry's row, or None if the row has a value that no version of the daemon writes."""
     try:
         for text in row[3:6]:
             bytes(text).decode()
@@ -320,10 +322,10 @@ def _checksum_of(row: Row) -> int | None:
 
 
 def replace_damaged(path: Path, found: JournalExamination, schema: str, kind: str, at_s: float) -> None:
-    """Replace a damaged journal by a new one with all readable entries, and keep the damaged files next to it. The new
-    journal's last entry records the damage and has the given `kind`. The files are exchanged at the end. If the process
-    is killed before the exchange, the old files stay. If it is killed during the exchange, `finish` completes the
-    exchange. Raises OSError or sqlite3.Error if a file cannot be written."""
+    """Replace a damaged journal with a new one that has all readable entries, and keep the damaged files next to it.
+    The new journal's last entry records the damage and has the given `kind`. The files are exchanged at the end. If the
+    process is killed before the exchange, the old files remain in place. If it is killed during the exchange, `finish`
+    completes the exchange. Raises OSError or sqlite3.Error if a file cannot be written."""
     with suppress(ValueError):
         told, read = read_tail(path) or JournalTail(), found.tail
         found.tail = JournalTail(max(told.generation, read.generation), max(told.sequence, read.sequence))
@@ -372,8 +374,8 @@ def replace_damaged(path: Path, found: JournalExamination, schema: str, kind: st
 
 
 def finish(path: Path) -> None:
-    """Complete the exchange of files that `replace_damaged` has prepared, if it is incomplete. Otherwise, only delete
-    an unfinished draft of the new file. The function is idempotent."""
+    """Complete an interrupted exchange of files by `replace_damaged`. If no exchange had begun, delete the unfinished
+    draft of the new journal, if there is one. The function is idempotent."""
     draft, tail = beside(path, ".new"), beside(path, ".tail.new")
     if not tail.exists():
         _remove_draft(draft)
@@ -391,8 +393,8 @@ def finish(path: Path) -> None:
 
 
 def roll_back(path: Path) -> None:
-    """Undo the incomplete write of a process that was killed while it created the journal. To do so, the file is opened
-    with write access, upon which SQLite rolls the write back. Raises OSError if the files cannot be accessed."""
+    """Undo the incomplete write of a process that was killed while it created the journal. Opening the file with write
+    access makes SQLite roll the write back. Raises OSError if the files cannot be accessed."""
     if path.exists() and beside(path, "-journal").exists():
         with suppress(sqlite3.DatabaseError), closing(sqlite3.connect(path)) as db:
             db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
@@ -411,8 +413,8 @@ def _remove_draft(draft: Path) -> None:
 
 
 def _readable(path: Path, guarded: bool) -> Iterator[Row]:
-    """Yield all readable entries. The entries before the damage are in ascending order, and the entries after it in
-    descending order. Entries may be repeated."""
+    """Yield all readable entries of a damaged journal. The entries before the damage are yielded in ascending order,
+    and those after it in descending order. An entry may be yielded twice."""
     if not path.exists() or not path.stat().st_size:  # SQLite would delete the log of an empty file
         return
     for order in ("ASC", "DESC"):

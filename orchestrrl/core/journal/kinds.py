@@ -60,8 +60,9 @@ class EntryKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OperationEntries:
-    """The kinds of the entries of one type of operation: intent, result and steps. Only core/operation_journal.py
-    writes such entries. An operation is open from its intent until its result."""
+    """The kinds of the journal entries of one type of operation. `step` is None if steps are not journalled. Only
+    core/operation_journal.py writes entries of these kinds. An operation is open from the time its intent is written
+    until its result is written."""
 
     intent: EntryKind
     result: EntryKind

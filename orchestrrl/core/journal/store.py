@@ -4,15 +4,15 @@ Any number of processes may read a journal, but a lock file ensures that only on
 has written survives if the process is killed. A power failure may destroy the last few entries, but never the start of
 a generation.
 
-At the next start, missing or damaged data is detected (damage.py). The damaged files are kept, their readable entries
-are copied to a new file, and `damage` describes the damage until an operator confirms it. After damage, earlier state
-of the fleet (open operations, the pause barrier, weights, engines) is not recovered, because lost entries may have
-changed it. Operators' settings are recovered as far as they are readable.
+At the next start of the writer, missing or damaged data is detected (damage.py). The damaged files are kept, their
+readable entries are copied to a new file, and `damage` describes the damage until an operator confirms it. After
+damage, earlier state of the fleet (open operations, the pause barrier, weights, engines) is not recovered, because lost
+entries may have changed it. Operators' settings are recovered as far as they are readable.
 
 The oldest entries beyond `max_entries` are dropped, except those needed for recovery. These are the entries of open
-operations, redeployments and weight syncs, the latest ownership of circuits of each switch, and the latest entry about
-each of these subjects: plan control, calibration, end of a deployment, mode, routes, barrier, engines, fabric control,
-pauses, packet routes, weights and damage.
+operations of every type, the latest ownership of circuits of each switch, and the latest entry about each of these
+subjects: plan control, calibration, end of a deployment, end of a redeployment, mode, routes, barrier, engines, fabric
+control, pauses, packet routes, weights, damage and its confirmation.
 """
 
 import asyncio
@@ -65,7 +65,8 @@ PRUNE_EVERY = 1000
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """One entry of the journal. `subject` is the id of the operation, plan, engine or other object that it concerns."""
+    """One entry of the journal. `subject` is the id of the operation, plan, engine or other object that the entry
+    concerns."""
 
     sequence: int
     at_s: float
@@ -153,14 +154,15 @@ class JournalReader:
                 )
 
     def tail(self, count: int, kinds: Sequence[str] = ()) -> list[JournalEntry]:
-        """Return the newest `count` entries of these kinds (by default, of all kinds), oldest first."""
+        """Return the newest `count` entries of the given kinds, oldest first. If `kinds` is empty, entries of all kinds
+        are returned."""
         where, values = _of_kinds(kinds)
         query = f"SELECT {_READ} FROM entries WHERE {where} ORDER BY sequence DESC LIMIT ?"
         return self._read(query, *values, count)[::-1]
 
     def since(self, sequence: int, kinds: Sequence[str] = (), limit: int = 1000) -> list[JournalEntry]:
-        """Return at most `limit` entries of these kinds (by default, of all kinds) with numbers greater than
-        `sequence`, oldest first."""
+        """Return at most `limit` entries of the given kinds with numbers greater than `sequence`, oldest first. If
+        `kinds` is empty, entries of all kinds are returned."""
         where, values = _of_kinds(kinds)
         query = f"SELECT {_READ} FROM entries WHERE {where} AND sequence > ? ORDER BY sequence LIMIT ?"
         return self._read(query, *values, sequence, limit)
@@ -182,8 +184,8 @@ class JournalReader:
         return {entry.subject: entry for entry in self._read(query, kind)}
 
     def open_operations(self, entries: OperationEntries = NODE_OPERATIONS) -> list[JournalEntry]:
-        """Return the intents of this type of operation that have no result, oldest first. A restarted daemon must
-        complete these operations."""
+        """Return the intent entries of one type of operation that have no result entry, oldest first. A restarted
+        daemon must complete these operations."""
         return self._read(f"SELECT {_READ} FROM entries WHERE {_open(entries)} ORDER BY sequence")
 
     def interpret(self, entry: JournalEntry, parse: Callable[[Mapping[str, Any]], _Value]) -> _Value | None:
@@ -241,17 +243,18 @@ class JournalReader:
 
 
 class Journal(JournalReader):
-    """The writer of a journal. Opening it starts a new generation, greater than all previous ones.
+    """The writer of a journal. Opening the journal starts a new generation.
 
-    The generation is at least the current time in seconds. Nodes refuse orders of a generation older than the newest
-    that they received, so a daemon whose journal was lost must not start at generation 1 again.
+    The number of the generation is greater than those of all previous generations, and at least the current time in
+    seconds. Nodes refuse orders of a generation older than the newest one that they have received, so a daemon whose
+    journal was lost must not start at generation 1 again.
     """
 
     def __init__(self, path: Path, at_s: float, max_entries: int = 1_000_000) -> None:
         self.path = path = Path(os.path.realpath(path))  # SQLite's own files are next to the target of a link
         self.set_aside = {}
         self.damage: tuple[str, ...] = ()  # faults found, until an operator has confirmed them; empty: none
-        self._damaged_at = 0  # the entry that records it
+        self._damaged_at = 0  # number of the entry that records the damage
         self._confirmed: set[str] = set()
         self._max_entries = max_entries
         self._followers: set[asyncio.Event] = set()
@@ -293,8 +296,8 @@ class Journal(JournalReader):
             raise Permanent(f"{error.filename or self.path}: cannot be read: {error.strerror or error}") from error
 
     def _begin(self, first_generation: int, found: JournalExamination) -> None:
-        """Start a new generation. The tail file is written before the first entry can be written, and again after the
-        generation is on disk."""
+        """Start a new generation. For a new or converted journal, the tail file is written before the first entry can
+        be written. For every journal, the tail file is written after the generation is on disk."""
         with _naming_tail(self.path):
             if found.version != SCHEMA_VERSION:
                 TailFile(self.path, found.tail).close()
@@ -312,7 +315,7 @@ class Journal(JournalReader):
         write_meta(self._db, {"generation": self.generation, "pruned": meta.get("pruned", 0)})
         self._db.execute("COMMIT")
         self._db.execute("PRAGMA synchronous = NORMAL")
-        # Damage of the log cannot affect data in the file itself.
+        # After a checkpoint, damage to the log cannot affect this data.
         self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
         self._sequence, self._total = found.tail.sequence, found.tail.total
         with _naming_tail(self.path):
@@ -322,7 +325,8 @@ class Journal(JournalReader):
         return JournalTail(self.generation, self._sequence, self._total)
 
     def _find_damage(self) -> None:
-        """Collect the damage that was found at this start or an earlier start and that no operator has confirmed."""
+        """Set `damage` to the damage that was found at this start or an earlier one and that no operator has confirmed,
+        and log it."""
         marks, confirmed = self.tail(TRIED, (EntryKind.JOURNAL_DAMAGED,)), super().latest(EntryKind.JOURNAL_CONFIRMED)
         if not marks:
             return
@@ -336,7 +340,7 @@ class Journal(JournalReader):
         logger.error("%s: the fleet is not changed until the damage is confirmed by `orchestrrl mode act`", self.path)
 
     def confirm_damage(self, at_s: float, reason: str) -> None:
-        """Record that an operator has confirmed the damage. Raises Permanent if the entry cannot be written."""
+        """Record that an operator has confirmed the damage. Raises Permanent if the journal cannot be written."""
         if self.damage:
             self.append(at_s, EntryKind.JOURNAL_CONFIRMED, "", {"damage": list(self.damage), "reason": reason})
             self._confirmed.update(self.damage)
@@ -393,9 +397,8 @@ class Journal(JournalReader):
 
     @contextmanager
     def _synchronous(self, durable: bool) -> Iterator[None]:
-        """Run the block, which writes an entry. If `durable` is True, the entry survives a power failure after the
-        block.
-        """
+        """Run the block, which writes an entry. If `durable` is True, the entry survives a power failure once the block
+        has ended."""
         if not durable:
             yield
             return
@@ -406,7 +409,8 @@ class Journal(JournalReader):
             self._db.execute("PRAGMA synchronous = NORMAL")
 
     async def follow(self, sequence: int, kinds: Sequence[str] = ()) -> AsyncIterator[JournalEntry]:
-        """Yield the entries after number `sequence`, then each new entry when it is written. Never ends."""
+        """Yield the entries with numbers greater than `sequence`, then each new entry when it is written. If `kinds` is
+        not empty, only entries of these kinds are yielded. The iterator does not end by itself."""
         news = asyncio.Event()
         self._followers.add(news)
         try:
@@ -495,9 +499,8 @@ def _why_not(at_s: float, subject: str, body: Mapping[str, Any], error: Exceptio
 
 @contextmanager
 def _naming(path: Path, on_damage: Callable[[str], None] = lambda why: None) -> Iterator[None]:
-    """Convert SQLite's errors in the block to Permanent. The message contains the file's name and, if the file is
-    damaged, instructions for the operator.
-    """
+    """Convert SQLite errors raised in the block to Permanent. The message contains the file's name and, if the file is
+    damaged, instructions for the operator. `on_damage` is called with the text of an error that shows damage."""
     try:
         yield
     except sqlite3.OperationalError as error:

@@ -16,8 +16,8 @@ _PLAIN = frozenset({str, float, bool, type(None)})
 
 
 def can_be_written(value: Any, depth: int = DEEPEST) -> bool:
-    """Return whether an object or array has only texts as keys, integers in range and limited nesting. The JSON encoder
-    detects all other faults."""
+    """Return whether a JSON object or array has only strings as keys, integers in range and at most `depth` levels. The
+    JSON encoder detects all other faults."""
     if not depth:
         return False
     if isinstance(value, dict):
@@ -38,8 +38,8 @@ def can_be_written(value: Any, depth: int = DEEPEST) -> bool:
 
 
 def body_faults(body: object) -> list[str]:
-    """Return the faults of a body that prevent it from being read back unchanged or shown, each as `path: must be ...,
-    got VALUE`."""
+    """Return the faults that prevent the body of a journal entry from being read back unchanged or shown to clients,
+    each as `path: must be ..., got VALUE`."""
     faults = list(_faults("", body, DEEPEST + 1))
     return [few(faults, FAULTS_NAMED)] if len(faults) > FAULTS_NAMED else faults
 

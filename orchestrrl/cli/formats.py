@@ -10,7 +10,7 @@ UNKNOWN = "-"
 
 
 def duration(value_s: float | None) -> str:
-    """Format a duration as `1.2 ms`, `340 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min` or `2 d 4 h`."""
+    """Format a duration in seconds as `1.2 ms`, `340 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min` or `2 d 4 h`."""
     if value_s is None or not math.isfinite(value_s):
         return UNKNOWN
     if value_s < 0:
@@ -28,7 +28,7 @@ def duration(value_s: float | None) -> str:
 
 
 def seconds(value_s: float | None) -> str:
-    """Format seconds with two decimals, such as `431.20 s`, so that values can be compared in a column."""
+    """Format a time in seconds with two decimals, such as `431.20 s`, so that values in a column can be compared."""
     return UNKNOWN if value_s is None else f"{value_s:,.2f} s"
 
 
@@ -57,7 +57,7 @@ def percent(value: float | None) -> str:
 
 
 def size(value: float) -> str:
-    """Format bytes in decimal units: `2.5 GB`, `500 MB`, `12 kB` or `7 B`."""
+    """Format a number of bytes in decimal units: `2.5 GB`, `500 MB`, `12 kB` or `7 B`."""
     for unit, least in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= least * 0.9995:
             return f"{value / least:.3g} {unit}"
@@ -65,7 +65,8 @@ def size(value: float) -> str:
 
 
 def bar(fraction: float, width: int) -> str:
-    """Return a bar of `width` characters. A fraction above 0 shows at least one eighth of a character."""
+    """Return a bar that fills `fraction` of `width` characters. A fraction above 0 fills at least one eighth of a
+    character."""
     eighths = round(min(1.0, max(0.0, fraction)) * width * 8)
     if fraction > 0:
         eighths = max(1, eighths)
@@ -77,9 +78,10 @@ LEAST_SHOWN = 0.01
 
 
 def chart(bin_tokens: int, counts: Sequence[float], rows: int = 16, width: int = 40) -> list[str]:
-    """Return a histogram of tokens as lines of text. Adjacent bins are merged until at most `rows` lines remain.
+    """Return a histogram as lines of text. `counts` contains the number of requests in each bin of `bin_tokens` tokens.
+    Adjacent bins are merged until at most `rows` lines remain.
 
-    The histogram ends with the last bin of at least `LEAST_SHOWN` requests, since the tail of a forecast beyond that
+    The histogram ends with the last bin of at least `LEAST_SHOWN` requests, because the tail of a forecast beyond that
     bin is negligible.
     """
     last = max((index for index, number in enumerate(counts) if number >= LEAST_SHOWN), default=-1)

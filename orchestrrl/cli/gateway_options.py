@@ -23,7 +23,7 @@ MOST_PORT = 65535
 
 
 def read_options(flags: "GatewayFlags") -> GatewayOptions:
-    """Return the gateway's options. Raises ProblemFaults with an error for every invalid flag."""
+    """Return the gateway's options. Raises ProblemFaults if flags are invalid, with an error for every invalid flag."""
     faults: list[str] = []
     host, port = listen_address("--listen", flags.listen, flags.allow_remote, faults)
     operator_host, operator_port = listen_address("--operator", flags.operator, flags.allow_remote, faults)

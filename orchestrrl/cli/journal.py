@@ -39,7 +39,7 @@ async def journal(
         typer.Option("--kind", metavar="KIND", help="Print only entries of this kind. Can be repeated."),
     ] = None,
 ) -> AsyncIterator[dict[str, Any]]:
-    """Print the newest journal entries, one per line. Long lines are cut. With --json, print each entry as a whole JSON
+    """Print the newest journal entries, one per line. Long lines are cut. With --json, each line is one complete JSON
     object.
 
     Example: `orchestrrl journal --follow --kind operation.result`

@@ -1,4 +1,4 @@
-"""Modules that are imported on first use, because only running commands need these modules and --help must be fast."""
+"""Modules that are imported on first use. Only running commands need these modules, and `--help` must be fast."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

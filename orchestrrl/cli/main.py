@@ -39,8 +39,8 @@ def _root(
 
 
 class TableGroup(TyperGroup):
-    """A command group that lists its commands from the table. It imports a command when the command is resolved: to
-    run it, to print its help, or to complete its options."""
+    """A command group that lists its commands from the table of commands. It imports a command when the command is
+    resolved: to run it, to print its help, or to complete its options."""
 
     def __init__(self, *, prefix: str = "", **settings: Any) -> None:
         super().__init__(**settings)
@@ -94,7 +94,7 @@ def load(path: str) -> Any:
 
 
 def spare_conversions(command: Any, ctx: Any) -> None:
-    """Skip Typer's conversion for values that need none: None, strings for string parameters, and defaults. Typer
+    """Skip Typer's conversion for values that do not need it: None, strings for string parameters, and defaults. Typer
     converts with pydantic, which takes longer to import than most commands take to run."""
     for parameter in command.get_params(ctx):
         # Only newer Typer versions have a type descriptor; each parameter is patched once.

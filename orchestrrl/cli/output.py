@@ -1,4 +1,4 @@
-"""Output and exit status of commands. Results go to standard output, all other text to standard error."""
+"""Output and exit status of commands. Results are written to standard output, and all other text to standard error."""
 
 import json
 import re
@@ -41,9 +41,9 @@ Columns = Mapping[str, Getter]
 class Output:
     """The result of a command.
 
-    `document` is printed with --json. `view` is printed without --json. It is a table, plain text, or an iterable of
-    lines with rich markup and other renderables, which is consumed only when printed. `failure` is the error message of
-    exit status `status`. An empty message is not printed.
+    `document` is printed with --json, and `view` is printed without --json. A view is a table, plain text, or an
+    iterable of lines with rich markup and other renderables, which is consumed only when printed. If `failure` is not
+    None, the command exits with `status` and prints `failure` as the error message. An empty message is not printed.
     """
 
     document: Any
@@ -77,7 +77,8 @@ def stderr() -> "Console":
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON object on standard output. Keys keep their order. Raises ValueError if a number is NaN."""
+    """Print one JSON object on standard output. Keys keep their order. Raises ValueError if a number is NaN or
+    infinite."""
     sys.stdout.write(_json_text(value))
 
 
@@ -122,7 +123,8 @@ def row_of(row: object, columns: Columns) -> tuple[object, ...]:
 
 def cells_table(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> "Table":
     """Return a table of cells. Numeric columns are right-aligned. Columns without any value are omitted, except the
-    first. None and empty strings are shown as `-`, booleans as yes and no; rich's Text keeps its style."""
+    first. None and empty strings are shown as `-`, and booleans as `yes` and `no`. Cells that are rich Text objects
+    keep their style."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -154,7 +156,8 @@ def _shown(value: object) -> str:
 
 
 def fields(value: object, names: str, **renamed: str) -> dict[str, Any]:
-    """Return the attributes `names` of a value as a JSON object. `renamed` maps further keys to attributes."""
+    """Return attributes of a value as a JSON object. `names` lists the attributes, separated by spaces. `renamed` maps
+    further keys to attributes."""
     pairs = {name: name for name in names.split()} | renamed
     return {name: getattr(value, attribute) for name, attribute in pairs.items()}
 
@@ -179,8 +182,8 @@ def choice_faults(flag: str, value: object, known: Iterable[object]) -> list[str
 
 
 def number_faults(wish: str, holds: Callable[[float], bool], **values: float) -> list[str]:
-    """Return an error message for each option whose value does not satisfy `holds`. Options are named by parameter;
-    `wish` describes the condition, such as `> 0`."""
+    """Return an error message for each option whose value does not satisfy `holds`. `values` maps parameter names to
+    values, and `wish` describes the condition, such as `> 0`."""
     return [
         f"--{name.replace('_', '-')}: must be {wish}, got {value:g}"
         for name, value in values.items()
@@ -189,8 +192,8 @@ def number_faults(wish: str, holds: Callable[[float], bool], **values: float) ->
 
 
 def yaml_values(flag: str, given: Iterable[str], faults: list[str]) -> dict[str, Any]:
-    """Parse options given as NAME=VALUE, such as `one_session=true`, with values in YAML. Errors are appended to
-    `faults`."""
+    """Parse options given as NAME=VALUE, such as `one_session=true`, and return the YAML values by name. Errors are
+    appended to `faults`."""
     import yaml
 
     values: dict[str, Any] = {}
@@ -206,7 +209,7 @@ def yaml_values(flag: str, given: Iterable[str], faults: list[str]) -> dict[str,
 
 
 def write_file(path: Path, text: str, option: str = "") -> None:
-    """Write a result to a file. If the file cannot be written, report the error as `writing` does."""
+    """Write `text` to the file `path`. If the file cannot be written, report the error as `writing` does."""
     with writing(path, option):
         path.write_text(text, encoding="utf-8")
 
@@ -224,14 +227,14 @@ def writing(path: Path, option: str = "") -> Iterator[None]:
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write a result to a file in the format of print_json."""
+    """Write a JSON document to the file `path` in the format of `print_json`."""
     write_file(path, _json_text(document))
 
 
 @contextmanager
 def reporting_errors() -> Iterator[None]:
-    """Print an error message and exit with a status if the body raises one of OrchestrRL's errors. Any other exception
-    is not caught and shows its traceback."""
+    """Print an error message and exit with a nonzero status if the body raises one of OrchestrRL's errors. Most other
+    exceptions are not caught and show their traceback."""
     try:
         yield
     except ProblemFaults as error:

@@ -16,8 +16,8 @@ Location = tuple[int | str, ...]
 
 
 class ProblemPart(BaseModel):
-    """Base class of every object in a problem. It rejects unknown fields, type coercion (a bool is not a number), and
-    numbers that are not finite."""
+    """Base class of every object in a problem. It rejects unknown fields, values of another type (a bool is not a
+    number), and numbers that are not finite."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -27,7 +27,8 @@ Check = Callable[[Any], Iterable[str]]  # from the raw document, of any shape, t
 
 
 def read_problem(source: str, model: type[Part], checks: Iterable[Check] = ()) -> Part:
-    """Return the problem in the file `source` (`-`: standard input). Raises ProblemFaults with all errors.
+    """Return the problem in the file `source` (`-`: standard input). Raises ProblemFaults with all errors if the
+    problem is invalid.
 
     `checks` cover what types cannot express, such as duplicate ids. They receive the raw document, so that they also
     run if types are wrong, and must accept any shape, as `values_at` does.
@@ -46,16 +47,17 @@ def read_problem(source: str, model: type[Part], checks: Iterable[Check] = ()) -
 
 
 def infeasible(limit: str, needed: float, available: float, unit: str) -> NoReturn:
-    """Print the limit that the problem exceeds, and by how much, and exit with status 3: the problem is well-formed but
-    infeasible."""
+    """Print that a well-formed problem is infeasible, with the name of the limit and the amount by which `needed`
+    exceeds `available`, and exit with status 3."""
     short = f"{needed - available:g} {unit} short ({needed:g} needed, {available:g} available)"
     fail(f"infeasible: {limit}: {short}", EXIT_INFEASIBLE)
 
 
 def values_at(document: Any, pattern: str, kind: type = object) -> Iterator[tuple[Location, Any]]:
     """Yield the location and value of each match of `pattern` whose type is `kind`. `workers[].id` matches the field
-    `id` of each element of `workers`, `a|b` both fields, `ports{}` each key of `ports`, `ports.*` each value in
-    `ports`. Parts of another shape are skipped; a bool is not an int."""
+    `id` of each element of `workers`, and `a|b` matches the fields `a` and `b`. `ports{}` matches each key of `ports`,
+    and `ports.*` matches each value in `ports`. Parts of another shape are skipped. A bool does not match the type int.
+    """
     found: list[tuple[Location, Any]] = [((), document)]
     for step in pattern.replace("[]", ".[]").replace("{}", ".{}").split("."):
         found = [inner for location, value in found for inner in _step(location, value, step)]
@@ -86,7 +88,7 @@ def unique(*patterns: str) -> Check:
 
 
 def ids_exist(pattern: str, *owners: str) -> Check:
-    """Return a check that each id at `pattern` also occurs at one of the patterns in `owners`."""
+    """Return a check that each id that matches `pattern` also occurs among the matches of the patterns `owners`."""
 
     def check(document: Any) -> Iterator[str]:
         ids = {value for owner in owners for _, value in values_at(document, owner, str)}
@@ -105,7 +107,7 @@ def _read(source: str) -> bytes:
 
 
 class _Object(dict[str, Any]):
-    """A JSON object as a dictionary that also records duplicate keys."""
+    """A JSON object as a dictionary that also records duplicate keys, with the last value of each, in `repeated`."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__()
@@ -117,7 +119,8 @@ class _Object(dict[str, Any]):
 
 
 def _parse(text: bytes) -> tuple[Any, list[str]]:
-    """Return the parsed document, and an error message for each duplicate key."""
+    """Return the parsed document, and an error message for each duplicate key. Raises ProblemFaults if `text` is not
+    valid JSON or is nested too deeply."""
     try:
         document = json.loads(text, object_pairs_hook=_Object)
         return document, list(_repeated_keys(document))

@@ -1,4 +1,5 @@
-"""Document models of the problems of `orchestrrl balance`, `plan solve` and `sync plan`, and their checks."""
+"""Models of the JSON documents that `orchestrrl balance`, `plan solve` and `sync plan` read, and checks of these
+documents."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -87,8 +88,8 @@ def _places(document: Any) -> Iterator[str]:
 
 
 def _gpus(document: Any) -> Iterator[str]:
-    """Check the GPUs of each instance: they exist, no other instance uses them, their number is that of the instance's
-    configuration, and they are inside one node or fill whole nodes."""
+    """Check that the GPUs of each instance exist, are used only once, match the number of GPUs in the instance's
+    configuration, and are inside one node or fill whole nodes."""
     count, per_node = (
         next((size for _, size in values_at(document, f"gpus.{name}", int) if size >= 0), None)
         for name in ("count", "per_node")
@@ -225,7 +226,7 @@ class SyncPlanProblem(ProblemPart):
 
 
 def _tors(document: Any) -> Iterator[str]:
-    """Check that each ToR has an entry in `tor_circuits` and belongs to one PoD."""
+    """Check that each ToR has an entry in `tor_circuits` and belongs to only one PoD."""
     circuits = document.get("tor_circuits") if isinstance(document, dict) else None
     pod_of: dict[str, Any] = {}
     for location, end in values_at(document, "endpoints[]", dict):
@@ -252,7 +253,7 @@ def _check_holders(document: Any) -> Iterator[str]:
 
 
 def _links(document: Any) -> Iterator[str]:
-    """Check that each link joins two different PoDs and that no two links join the same pair."""
+    """Check that each link joins two different PoDs and that no two links join the same pair of PoDs."""
     joined: set[frozenset[str]] = set()
     for location, link in values_at(document, "links[]", dict):
         ends = [end for _, end in values_at(link, "a|b", str)]

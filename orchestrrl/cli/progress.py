@@ -21,9 +21,9 @@ POLL_EVERY_S = 0.5
 def showing(
     picture: "Callable[[Report], RenderableType]", news: Callable[[Report | None, Report], Iterable[str]], aside: bool
 ) -> Iterator[Callable[[Report], None]]:
-    """Yield a function that shows a report. On a terminal, the report is a picture that is redrawn in place. In a pipe,
-    it is one line per change since the previous report. With `aside`, reports are written to standard error, so that
-    standard output contains only the result."""
+    """Yield a function that shows a report. On a terminal, the function redraws the `picture` of the report in place.
+    In a pipe, it prints the `news` since the previous report, one line per change. With `aside`, it prints the news on
+    standard error, so that standard output contains only the result."""
     latest: list[Report] = []
     if aside or not stdout().is_terminal:
         console = stderr() if aside else stdout()
@@ -54,7 +54,7 @@ async def until_over(
     aside: bool,
 ) -> Report:
     """Show the reports of an operation that runs in the daemon, and return the last report. Ctrl-C leaves the operation
-    running: the command prints `advice` and exits with status `EXIT_LEFT`."""
+    running. In this case, the command prints the `advice` for the last report and exits with status `EXIT_LEFT`."""
     import asyncio
 
     latest: Report | None = None
@@ -72,8 +72,9 @@ async def until_over(
 async def persistently(
     fetch: Callable[[Report | None], AsyncIterator[Report]], is_over: Callable[[Report], bool], away: str
 ) -> AsyncIterator[Report]:
-    """Yield reports until `is_over` is true for a report. If the daemon becomes unreachable, print `away` once and call
-    `fetch` again with the latest report. If the daemon is unreachable before the first report, raise the error."""
+    """Yield the reports of `fetch` until `is_over` is true for a report. If the daemon becomes unreachable, print
+    `away` once and call `fetch` again with the latest report. If the daemon is unreachable before the first report,
+    raise the error."""
     import asyncio
 
     latest: Report | None = None
@@ -97,7 +98,8 @@ async def persistently(
 
 
 def with_progress(work: Callable[[Callable[[str, int, int], None]], Result]) -> Result:
-    """Return the result of `work` while a progress bar is shown on standard error."""
+    """Show a progress bar on standard error while `work` runs, and return the result of `work`. The argument of `work`
+    is a function that updates the bar with a description, the number of finished items and the total number."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     name = TextColumn("{task.description:40}", markup=False)

@@ -31,9 +31,10 @@ def until_stopped(
     signals: Iterable[signal.Signals] = STOP_SIGNALS,
     on_signal: Callable[[], None] = lambda: None,
 ) -> Result | signal.Signals | None:
-    """Return the result of the coroutine. On one of `signals`, cancel it, wait for its clean-up and return the last
-    signal received. A further signal also cancels the clean-up, unless the signal is SIGHUP or follows the first signal
-    within `SAME_STOP_S`. A signal that the process inherited as ignored, such as SIGHUP under nohup, stays ignored."""
+    """Run the coroutine and return its result. On one of `signals`, call `on_signal`, cancel the coroutine, wait for
+    its clean-up and return the last signal received. A further signal also cancels the clean-up, unless the signal is
+    SIGHUP or follows the first signal within `SAME_STOP_S` seconds. If the process inherited SIGHUP as ignored, for
+    example under nohup, SIGHUP stays ignored."""
     import asyncio  # imported here: it would be a third of the imports of --help
 
     return asyncio.run(_until_stopped(coroutine, signals, on_signal))

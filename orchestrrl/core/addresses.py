@@ -19,7 +19,7 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Split an address such as `127.0.0.1:7070` or `[::1]:7070` into host and port. Raises ValueError if it is
+    """Split an address such as `127.0.0.1:7070` or `[::1]:7070` into host and port. Raises ValueError if the address is
     malformed."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
@@ -55,7 +55,7 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """An address from a URL, normalized so that different spellings of the same address are equal."""
+    """The host, port and path of a URL, normalized so that different spellings of the same address are equal."""
 
     host: str
     port: int
@@ -63,12 +63,12 @@ class ServerAddress:
 
     @property
     def local(self) -> bool:
-        """True for a loopback address, which denotes a different server on each host."""
+        """Whether the address is a loopback address, which denotes a different server on each host."""
         return is_loopback(self.host)
 
     @property
     def by_ipv4(self) -> "ServerAddress":
-        """The address, with IPv6's loopback address replaced by 127.0.0.1."""
+        """The same address, but with 127.0.0.1 in place of the IPv6 loopback address."""
         return replace(self, host=LOOPBACK) if self.host == LOOPBACK_IPV6 else self
 
 
@@ -130,7 +130,8 @@ def host_id() -> str:
 
 
 def check_url(url: str) -> str:
-    """Return an engine's URL unchanged. Raises ValueError if it is not an http or https URL, or ends with /v1."""
+    """Return an engine's URL unchanged. Raises ValueError if `url` is not an http or https URL, or if its path ends
+    with /v1."""
     address = server_address(url)
     if address is None:
         raise ValueError("must be an http:// or https:// URL")

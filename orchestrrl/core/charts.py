@@ -1,4 +1,4 @@
-"""Draw charts (bars, step functions) and write them to files. Equal data yields identical files. Matplotlib draws
+"""Draw charts (bars, step functions) and write them to files. Identical data produces identical files. Matplotlib draws
 without a display, and is imported when the first figure is drawn."""
 
 import re
@@ -26,7 +26,8 @@ _XLINK_HREF = "{http://www.w3.org/1999/xlink}href"
 
 @dataclass(frozen=True, slots=True)
 class ChartBar:
-    """A horizontal bar. `row` is the vertical position of its middle, and `label` is written after its end."""
+    """A horizontal bar from `begin` to `end`. `row` is the vertical position of its middle, and `label` is written
+    after its end."""
 
     row: float
     begin: float
@@ -38,7 +39,7 @@ class ChartBar:
 
 @dataclass(frozen=True, slots=True)
 class ChartLine:
-    """A named step function: each value holds until the next point."""
+    """A named step function. `points` are pairs of x and y, and each y holds until the next point."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -48,7 +49,8 @@ class ChartLine:
 def axes(
     rows: int = 1, columns: int = 1, *, width: float = 9.0, height: float = 4.5, **options: Any
 ) -> "tuple[Figure, list[list[Axes]]]":
-    """Return a figure of `width` by `height` inches, and its axes as a list of rows."""
+    """Return a figure of `width` by `height` inches, and its axes as a list of rows. `options` are passed to
+    matplotlib's `Figure.subplots`."""
     figure = empty_figure(width, height)
     return figure, figure.subplots(rows, columns, squeeze=False, **options).tolist()
 
@@ -60,7 +62,7 @@ def empty_figure(width: float, height: float) -> "Figure":
 
 
 def literal(text: str) -> str:
-    """Escape a text so that matplotlib shows it unchanged. Without escapes, text between dollar signs is rendered as
+    """Escape `text` so that matplotlib shows it unchanged. Without escapes, text between dollar signs is rendered as
     mathematics."""
     return text.replace("$", r"\$")
 
@@ -76,7 +78,8 @@ def save(figure: "Figure", target: Path, *, kind: str = "") -> None:
 
 
 def inline_svg(figure: "Figure", title: str) -> str:
-    """Return the figure as an SVG element for an HTML page. The ids (`gid`) of the figure's artists become tooltips."""
+    """Return the figure as an SVG element for an HTML page. `title` is the label of the element. The ids (`gid`) of the
+    figure's artists become tooltips."""
     from matplotlib import rc_context
 
     text = StringIO()
@@ -104,8 +107,8 @@ def inline_svg(figure: "Figure", title: str) -> str:
 def bar_chart(
     bars: Sequence[ChartBar], names: Mapping[float, str], x_label: str, *, until: float | None = None
 ) -> "Figure":
-    """Draw horizontal bars. `names` are the names of the rows. Row 0 is at the top. The horizontal axis ends at `until`
-    or, by default, after the longest bar."""
+    """Return a chart of horizontal bars. `names` maps rows to their names, and row 0 is at the top. The horizontal axis
+    ends at `until` or, by default, after the last end of a bar."""
     rows = max([*names, *(bar.row for bar in bars)]) + 1
     shortest = SHORTEST * max((bar.end for bar in bars), default=0.0)
     figure, [[axis]] = axes(height=1.2 + 0.3 * rows)
@@ -130,8 +133,8 @@ def bar_chart(
 
 
 def add_stairs(axis: "Axes", lines: Iterable[ChartLine]) -> None:
-    """Draw each line in a different colour and style. A line without points is omitted, but no other line gets its
-    colour."""
+    """Draw each line in a different colour and style. A line without points is omitted, and its colour is not used for
+    another line."""
     for place, line in enumerate(lines):
         if line.points:
             axis.step(
@@ -145,7 +148,7 @@ def add_stairs(axis: "Axes", lines: Iterable[ChartLine]) -> None:
 
 
 def add_legend(figure: "Figure", colours: Mapping[str, str] | None = None) -> None:
-    """Add a legend above the axes, and enlarge the figure to make room for it. Its entries are the names in `colours`,
+    """Add a legend above the axes, and enlarge the figure to make room for it. The legend lists the names in `colours`,
     or the labels of the drawn lines if `colours` is None."""
     from matplotlib.patches import Patch
 

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Clock(Protocol):
-    """A clock that returns seconds since the Unix epoch and sleeps for a duration in seconds."""
+    """A clock that returns the time in seconds since the Unix epoch and sleeps for a duration in seconds."""
 
     def now_s(self) -> float: ...
 
@@ -22,7 +22,7 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """A clock that reads the wall clock once and then follows the monotonic clock, so it never jumps back."""
+    """A clock that reads the wall clock once and then follows the monotonic clock, so that it never jumps back."""
 
     def __init__(self) -> None:
         self._offset_s = time.time() - time.monotonic()
@@ -35,8 +35,8 @@ class WallClock:
 
 
 class VirtualClock:
-    """A clock that advances only on request: `await clock.advance(seconds)` wakes, in order of time, every sleeper
-    whose time is reached."""
+    """A clock that advances only on request: `await clock.advance(seconds)` wakes, in chronological order, all tasks
+    whose sleep ends within that time."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
@@ -53,7 +53,7 @@ class VirtualClock:
 
     async def advance(self, duration_s: float) -> None:
         """Advance the time by `duration_s` seconds. Tasks that wake up run, and may sleep again, before the time
-        advances further."""
+        advances further. Raises ValueError if `duration_s` is negative."""
         if duration_s < 0:
             raise ValueError(f"duration_s must be >= 0, got {duration_s}")
         end_s = self._now_s + duration_s
@@ -99,7 +99,7 @@ async def within(clock: Clock, limit_s: float, work: Awaitable[T]) -> T:
 
 
 async def until_set(clock: Clock, event: asyncio.Event, within_s: float, *also: asyncio.Future[Any]) -> None:
-    """Wait until the event is set, one of the futures is done, or `within_s` seconds have passed."""
+    """Wait until the event is set, one of the futures `also` is done, or `within_s` seconds of `clock` have passed."""
     own = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(clock.sleep(within_s))]
     try:
         await asyncio.wait([*own, *also], return_when=asyncio.FIRST_COMPLETED)

@@ -32,7 +32,7 @@ JobOption = Annotated[
 
 @daemon_command
 async def status(client: ControlClient) -> Output:
-    """Show the circuits that are up and their period, masked and pinned parts, and the traced hosts.
+    """Show the circuits that are up, the period that they serve, masked and pinned parts, and the traced hosts.
 
     Example: `orchestrrl fabric status`
     """
@@ -55,7 +55,7 @@ def _status_view(seen: dict[str, Any]) -> View:
 async def periods(
     client: ControlClient, limit: Annotated[int, typer.Option(min=1, help="Maximum number of periods.")] = PERIODS_SHOWN
 ) -> Output:
-    """List the latest periods with their outcome, and the number of all periods by state and reason.
+    """List the latest periods with their outcomes, and the number of ended periods by state and reason.
 
     Example: `orchestrrl fabric periods --limit 50`
     """
@@ -80,8 +80,9 @@ async def announce(
 ) -> Output:
     """Announce a communication period, as a trainer does, and follow the change of its circuits.
 
-    FILE is an intent: {"stage": "train", "traffic": [{"operation": "DP", "primitive": "ring_all_reduce", "groups":
-    [[0, 8]], "bytes_per_rank": 4e9}]}. docs/fabric.md describes all fields. Exit status 0 if committed or kept.
+    FILE contains an intent, such as {"stage": "train", "traffic": [{"operation": "DP", "primitive": "ring_all_reduce",
+    "groups": [[0, 8]], "bytes_per_rank": 4e9}]}. docs/fabric.md describes all fields. The exit status is 0 if the
+    period is committed or kept.
 
     Example: `orchestrrl fabric announce weights --intent weights.json --boundary`
     """
@@ -108,7 +109,7 @@ async def pin(
     reason: Reason = "",
     ttl_s: TimeToLive = 0.0,
 ) -> Output:
-    """Pin circuits until released or expired.
+    """Pin circuits, so that no period changes them, until they are released or the pin expires.
 
     Example: `orchestrrl fabric pin core0:1-5 --reason "measuring this link" --ttl-s 600`
     """
@@ -124,11 +125,11 @@ async def override(
     ttl_s: TimeToLive = 0.0,
     job: JobOption = "",
 ) -> Output:
-    """Keep the circuits of one period, regardless of the other periods of its job, until released or expired.
+    """Use the circuits of one period instead of those of its job's other periods, until the override ends.
 
-    A period of generation overrides only the periods of generation; any other period overrides the periods of train and
-    weight_sync. Circuits change as announced for that period: in a window, or at a boundary. Periods of other jobs
-    continue.
+    A period of stage gen overrides only periods of stage gen. Any other period overrides the periods of the stages
+    train and weight_sync. Circuits change as announced for the period: in a window, or at a boundary. The periods of
+    other jobs are not affected.
 
     Example: `orchestrrl fabric override gradients --reason "comparing" --ttl-s 600`
     """
@@ -157,7 +158,7 @@ async def mask(
     ] = None,
     reason: Reason = "",
 ) -> Output:
-    """Replace the list of parts that must not be used, in addition to the failures that switches report.
+    """Replace the list of masked parts. The fabric uses neither masked parts nor parts that switches report as failed.
 
     `orchestrrl fabric status` shows the current list.
 
@@ -178,8 +179,8 @@ async def _fetch(client: ControlClient, limit: int) -> dict[str, Any]:
 
 
 def _intent_text(period: str, source: Path | None, within_s: float) -> str:
-    """Return the text of the intent. Raises ProblemFaults with all errors of the announcement, before anything is
-    sent."""
+    """Return the text of the intent in the file `source`, or an empty string if `source` is None. Raises ProblemFaults
+    with all errors if the announcement is invalid."""
     from orchestrrl.core.documents import read_text
     from orchestrrl.fabric.intents import parse_intent
 
@@ -247,7 +248,7 @@ def counts_view(counts: Sequence[dict[str, Any]]) -> View:
 
 
 def reasons(periods: Iterable[dict[str, Any]]) -> list[str]:
-    """Return the distinct reasons of periods as text, newest first."""
+    """Return lines with the distinct reasons for the outcomes of `periods`, in the order of `periods`."""
     found: dict[tuple[str, str], str] = {}
     for period in periods:
         if period["detail"]:
@@ -270,7 +271,7 @@ def _took(period: dict[str, Any]) -> str:
 
 
 def _windowed(period: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the period's first commit if it was made in a window."""
+    """Return the period's first commit if it was made in a window, or None otherwise."""
     return next((each for each in period["commits"][:1] if each["window_until_unix_s"] > 0), None)
 
 
@@ -286,7 +287,7 @@ def _commit(period: dict[str, Any]) -> str | None:
 
 
 def _moves(period: dict[str, Any]) -> str:
-    """Return the number of moves as text; if not all planned moves were made, in the form `made of planned`."""
+    """Return the number of moves made, such as `3`, or `3 of 5` if five moves were planned."""
     made = sum(each["moves"] for each in period["commits"] if each["done"])
     return str(made) if made == period["moves"] else f"{made} of {period['moves']}"
 
@@ -309,8 +310,8 @@ PERIOD_COLUMNS: Columns = {
 
 
 def in_window(commit: dict[str, Any], columns: int) -> str:
-    """Return a line from the start of the window to its promised end, with the commit drawn on it: `──████────`. A
-    trailing `>` marks a commit that ended after the window."""
+    """Return a drawing of a commit within its window, such as `──████────`. The line spans the window from its start to
+    its promised end. A trailing `>` marks a commit that ended after the window."""
     opened_s: float = commit["window_opened_unix_s"]
     until_s: float = commit["window_until_unix_s"]
     length_s = until_s - opened_s
@@ -331,7 +332,7 @@ def _why(report: dict[str, Any]) -> str | None:
 
 
 def route_lines(routes: dict[str, Any] | None) -> list[str]:
-    """Return lines on the packet routes over the circuits, and on routing failures."""
+    """Return lines about the packet routes over the circuits and about routing failures."""
     if routes is None:
         return ["packets: routers follow links without the daemon"]
     if not routes["rerouted_unix_s"]:

@@ -1,5 +1,5 @@
-"""`orchestrrl fabric allocate`, `place` and `transition`: allocate circuits to pairs, place them on switch ports, and
-plan the transition between two sets of cross-connects, for problems in files."""
+"""`orchestrrl fabric allocate`, `place` and `transition`: solve problems from files. The commands allocate circuits to
+pairs of endpoints, place circuits on switch ports, and plan transitions between two sets of cross-connects."""
 
 import time
 from collections import Counter
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from planner.fabric.place import PlacedCircuits, PlacingProblem
     from planner.fabric.transition import CircuitsUp, Transition, TransitionProblem
 
-PAIRS_SHOWN = 60  # pairs to print; of more, the slowest
-LINES_SHOWN = 40  # cross-connects to add or remove; of more, only the counts per switch are printed
-SHOWN_MOVES = 12  # moves to print per stage; of more, only the number
+PAIRS_SHOWN = 60  # maximum number of pairs to print, the slowest first
+LINES_SHOWN = 40  # cross-connects to add or remove; if there are more, only counts per switch are printed
+SHOWN_MOVES = 12  # moves to print per stage; further moves are only counted
 SHOWN_STAGES = 60
 BAR_WIDTH = 10
 
@@ -37,13 +37,13 @@ def fabric_allocate(
         ),
     ] = False,
 ) -> Output:
-    """Compute the number of circuits of each pair of endpoints that minimizes the time of the slowest pair.
+    """Compute the number of circuits for each pair of endpoints that minimizes the transfer time of the slowest pair.
 
-    The command reads one JSON problem. `link_gbps` is the rate of a circuit, and `endpoints` have a number of `ports`.
-    `demand` contains the bytes from `src` to `dst`; entries for the same pair are added. `eligible` is null or the list
-    of pairs `[a, b]` that may be joined. `failed_ports` is the number of failed ports of each endpoint (a number above
-    its `ports` means all ports). Circuits are full duplex. The result serves at least as many pairs and bytes as
-    Algorithm 3 of the paper, and its slowest pair is no slower. The command changes nothing.
+    The command reads one JSON problem. `link_gbps` is the rate of a circuit, and each of the `endpoints` has a number
+    of `ports`. `demand` contains the bytes from `src` to `dst`; entries for the same pair are added. `eligible` is the
+    list of pairs `[a, b]` that may be joined, or null for all pairs. `failed_ports` is the number of failed ports of
+    each endpoint (a number above its `ports` means all ports). Circuits are full duplex. The result serves at least as
+    many pairs and bytes as Algorithm 3 of the paper, and its slowest pair is no slower. The command changes nothing.
 
     Example:
 
@@ -118,8 +118,8 @@ def fabric_place(file: ProblemFile) -> Output:
     """Compute the switch and the ports of each circuit.
 
     The command reads one JSON problem: `switches` with the ports of each endpoint's fibres, the required `circuits`,
-    the `current` cross-connects and the `failed_ports`. Both ends of a circuit are on one switch. The result places as
-    many circuits as possible and, among such placements, changes as few cross-connects as possible. A current
+    the `current` cross-connects and the `failed_ports`. Both ends of a circuit are on the same switch. The result
+    places as many circuits as possible and, among such placements, changes as few cross-connects as possible. A current
     cross-connect on a failed port is removed. The command changes nothing.
 
     Example:
@@ -142,7 +142,7 @@ def fabric_place(file: ProblemFile) -> Output:
 
 
 def _placing_json(read: "PlaceProblem", cabling: "Cabling", placed: "PlacedCircuits") -> dict[str, Any]:
-    """Return the result as JSON. The endpoints of a pair are in the order of the problem."""
+    """Return the placement as a JSON object. The endpoints of each pair are in the same order as in the problem."""
     named = {(min(each.a, each.b), max(each.a, each.b)): (each.a, each.b) for each in read.circuits}
     kept = {(each.switch, *each.ports) for each in placed.kept}
     return {
@@ -212,8 +212,8 @@ def _proof(placed: "PlacedCircuits") -> str:
 
 
 class Least(NamedTuple):
-    """The endpoint that has the smallest share of its circuits up. The share is relative to `of`, the smaller of the
-    endpoint's numbers of circuits before and after the transition."""
+    """The endpoint with the smallest share of its circuits up: `circuits` of `of`. `of` is the number of its circuits
+    before or after the transition, whichever is smaller. `endpoint` is None if this number is 0 for every endpoint."""
 
     endpoint: str | None
     circuits: int
@@ -222,13 +222,14 @@ class Least(NamedTuple):
 
 @problem_command("fabric_transition")
 def fabric_transition(file: ProblemFile) -> Output:
-    """Compute the stages of a change of cross-connects in which no pair goes dark and every endpoint keeps bandwidth.
+    """Plan a change of cross-connects in stages, so that no pair goes dark and every endpoint keeps bandwidth.
 
     The command reads one JSON problem: the endpoint at each port of the `switches`, the `current` and the `target`
-    cross-connects, `max_moves_per_stage` and `min_fraction`. A stage's removals are made before its additions; the
-    remaining circuits at each point are printed. If no order satisfies the limits, the result lists the pairs and
-    endpoints that violate them. The result minimizes first the number of `dark_pairs`, then of `thin_endpoints`, then
-    of stages. The command changes nothing.
+    cross-connects, and two limits. `max_moves_per_stage` limits the moves of a stage, and `min_fraction` is the
+    fraction of its circuits that every endpoint keeps. A stage's removals are made before its additions. The command
+    prints the remaining circuits at each point. If no order satisfies the limits, the result lists the pairs and
+    endpoints that violate them. The result minimizes first the number of `dark_pairs`, then the number of
+    `thin_endpoints`, and then the number of stages. The command changes nothing.
 
     Example:
 
@@ -250,7 +251,7 @@ def fabric_transition(file: ProblemFile) -> Output:
 
 
 def _transition_json(problem: "TransitionProblem", found: "Transition") -> dict[str, Any]:
-    """Return the stages, the dark pairs as objects `{"a", "b"}`, and the thin endpoints.
+    """Return the transition as a JSON object. Each dark pair is an object of the form `{"a", "b"}`.
 
     `points` lists, for each point of the transition, the total number of circuits and the endpoint that has the
     smallest share of its circuits up.
@@ -299,7 +300,7 @@ def _number(count: int, what: str) -> str:
 
 
 def _escaped(names: Iterable[str]) -> str:
-    """Join names with rich markup escaped; return `none` if there are no names."""
+    """Join names with commas and escape rich markup in them. Return `none` if there are no names."""
     from rich.markup import escape  # imported here: --json does not need it
 
     return escape(", ".join(names)) or "none"
@@ -314,8 +315,8 @@ def _leasts(lights: "tuple[CircuitsUp, ...]") -> Iterator[tuple["CircuitsUp", Le
 
 
 def _transition_rows(found: "Transition", lights: "tuple[CircuitsUp, ...]") -> Iterator[tuple[object, ...]]:
-    """Yield a row per point of the transition: the moves, the circuits up, and the endpoint that has the smallest share
-    of its circuits up."""
+    """Yield a table row for each point of the transition: the moves made, the number of circuits up, and the endpoint
+    that has the smallest share of its circuits up."""
     for light, least in _leasts(lights):
         moved: tuple[PortPair, ...] = ()
         if light.stage:

@@ -1,4 +1,5 @@
-"""Document models of the problems of `orchestrrl fabric allocate`, `place` and `transition`, and their checks."""
+"""Models of the JSON documents that `orchestrrl fabric allocate`, `place` and `transition` read, and checks of these
+documents."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -64,8 +65,8 @@ CABLING_CHECKS: tuple[Check, ...] = (unique("switches[].id"), _one_fibre_a_port)
 
 
 def cross_connects(*names: str, ends_differ: bool = False) -> Check:
-    """Return a check of the cross-connects in the lists `names`: every port has a fibre and is used at most once per
-    list. With `ends_differ`, each cross-connect joins two different endpoints."""
+    """Return a check that, in each of the lists `names`, every port of a cross-connect has a fibre and is used only
+    once. With `ends_differ`, the check also requires that each cross-connect joins two different endpoints."""
 
     def check(document: Any) -> Iterator[str]:
         known = fibres(document)
@@ -108,8 +109,8 @@ class DemandPart(ProblemPart):
 
 
 def _ends(value: Any) -> Any:
-    """Return a pair as a list of two items if it is written as `{"a", "b"}`, as in the results; return any other value
-    unchanged."""
+    """Convert a pair written as an object with the keys `a` and `b`, as in results, to a list of two items. Return any
+    other value unchanged."""
     return [value["a"], value["b"]] if isinstance(value, dict) and value.keys() == {"a", "b"} else value
 
 
@@ -175,7 +176,8 @@ class PlaceProblem(ProblemPart):
 
 
 def _circuits(document: Any) -> Iterator[str]:
-    """Check that each pair joins two different endpoints and occurs once, in either order."""
+    """Check that each entry of `circuits` joins two different endpoints, and that no pair occurs twice, in either
+    order."""
     first: dict[tuple[str, str], str] = {}
     for location, each in values_at(document, "circuits[]", dict):
         a, b = each.get("a"), each.get("b")

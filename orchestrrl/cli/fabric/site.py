@@ -1,4 +1,4 @@
-"""`orchestrrl fabric check`, `show` and `generate`: validate, draw and generate a site file."""
+"""`orchestrrl fabric check`, `show` and `generate`: validate, draw and generate site files."""
 
 import inspect
 import json
@@ -42,11 +42,12 @@ GAP = 3  # blanks between the columns of a drawing
 
 @command
 def check(file: SiteFile) -> Output:
-    """Validate the cabling of a site and print its capacity. If it is invalid, print all errors.
+    """Validate the cabling of a site and print its capacity. If the cabling is invalid, print all errors.
 
-    Errors are, for example, a port used twice or beyond the switch, a fibre without a far end, an unreachable ToR or
-    PoD, a NIC on the wrong rail, or a GPU in two servers. Each error is printed on one line, and the exit status is 2.
-    For a valid site, print the capacities, the oversubscription of ToRs and uplinks, spare ports and warnings.
+    Examples of errors are a port that is used twice or does not exist on its switch, a fibre without a far end, an
+    unreachable ToR or PoD, a NIC on the wrong rail, and a GPU in two servers. Each error is printed on one line, and
+    the exit status is 2. For a valid site, the command prints the capacities, the oversubscription of ToRs and uplinks,
+    the spare ports, and warnings.
 
     Example:
 
@@ -85,7 +86,7 @@ def _tbps(gbps: float) -> str:
 
 
 def _up(capacity_gbps: float, ratio: float | None) -> str:
-    """Return an upward capacity with its oversubscription, such as `6.4 (2:1)`."""
+    """Format an upward capacity in Tbps, with its oversubscription if `ratio` is not None, such as `6.4 (2:1)`."""
     return _tbps(capacity_gbps) + ("" if ratio is None else f" ({ratio:.3g}:1)")
 
 
@@ -112,8 +113,8 @@ SWITCH_COLUMNS: Columns = {
 
 
 def _grouped(title: str, columns: Columns, each: "Iterable[PodCapacity | SwitchPorts]") -> "Table":
-    """Return a table with a row per item. If there are many items, adjacent rows that differ only in the name are
-    merged."""
+    """Return a table with a row for each item of `each`. If there are more than `ROWS_SHOWN` items, adjacent rows that
+    differ only in the name are merged."""
     from orchestrrl.fabric.views import named
 
     rows: Sequence[tuple[object, ...]] = [row_of(one, columns) for one in each]
@@ -150,9 +151,10 @@ def _survey_json(site: "Site", found: "SiteSurvey") -> dict[str, Any]:
 def show(
     file: SiteFile, svg: Annotated[Path | None, typer.Option(metavar="OUT.svg", help="Also draw to this file.")] = None
 ) -> Output:
-    """Draw a site: servers on ToRs, ToRs and uplinks on the switches of their PoD, uplinks on the core.
+    """Draw how servers connect to ToRs, ToRs and uplinks to the switches of their PoD, and uplinks to the core.
 
-    Each switch is a horizontal line with the number of fibres of each endpoint. Equal parts are drawn once.
+    Each switch is drawn as a horizontal line with the number of fibres of each endpoint. Identical parts are drawn
+    once.
 
     Example:
 
@@ -179,7 +181,7 @@ def show(
 
 
 def drawing(layer: "SiteLayer") -> Iterator[str]:
-    """Yield the lines of a text drawing of a layer."""
+    """Yield the lines of a text drawing of the core or of identical PoDs."""
     label = max(len(name) for name in (*(row.label for row in layer.rows), "servers", "uplinks")) + 1
     names = [_name(layer, column) for column in layer.columns]
     widths = [
@@ -208,7 +210,8 @@ def drawing(layer: "SiteLayer") -> Iterator[str]:
 
 
 def _name(layer: "SiteLayer", column: "SwitchColumn") -> str:
-    """Return the label of a column. Endpoints of a PoD that share a column are only counted; PoDs are named."""
+    """Return the label of a column of a drawing. In a drawing of PoDs, a column that represents several endpoints is
+    labelled with their number and kind, such as `4 ToRs`."""
     if layer.role is None or column.count == 1:
         return column.label
     return f"{column.count} {'uplinks' if column.uplink else 'ToRs'}"
@@ -263,13 +266,13 @@ def generate(
     as_json: JsonFlag = False,
     **sizes: Any,
 ) -> None:
-    """Generate the file of a regular site with rail-aligned PoDs.
+    """Generate the site file of a regular site with rail-aligned PoDs.
 
-    Each ToR and uplink is fibred to every switch of its PoD, each uplink to every switch of the core, and lanes are
-    reserved for responses. Defaults are those of the paper's simulations: servers of 8 GPUs and 8 NICs of 200 Gbps,
-    Polatis switches. ToRs then have the same capacity up and down, and the uplinks of a PoD carry half of it. The
-    minimum number of switches is used. For an impossible combination, the command prints the options to change and
-    exits with status 2.
+    Each ToR and uplink has fibres to every switch of its PoD, and each uplink also has fibres to every switch of the
+    core. Lanes are reserved for responses. The defaults are those of the paper's simulations: servers of 8 GPUs and 8
+    NICs of 200 Gbps, and Polatis switches. With these defaults, ToRs have the same capacity up and down, and the
+    uplinks of a PoD have half the capacity of its servers. The minimum number of switches is used. For an impossible
+    combination, the command prints the options to change and exits with status 2.
 
     Example:
 
@@ -292,15 +295,15 @@ def generate(
 
 
 def _with_flags(message: str) -> str:
-    """Replace parameter names in a message by command-line flags."""
+    """Return the message with the names of site parameters replaced by command-line flags."""
     names = "|".join(SiteShape.__dataclass_fields__)
     flagged = re.sub(rf"\b({names})\b", lambda name: f"--{name[0].replace('_', '-')}", message)
     return flagged.replace("--agg-device", "--device")
 
 
 def _devices(agg: str, core: str) -> tuple[SwitchModel, SwitchModel]:
-    """Return the switch models of the PoDs and of the core. Raises ProblemFaults with the errors of both options if one
-    is invalid."""
+    """Return the switch models of the PoDs and of the core. `agg` and `core` are the values of `--device` and
+    `--core-device`. Raises ProblemFaults with all errors if a value is invalid."""
     faults: list[str] = []
     found = []
     for flag, text in (("--device", agg), ("--core-device", core or agg)):

@@ -40,13 +40,13 @@ def slack(
     plot: Annotated[Path | None, typer.Option(help="Plot the distributions to a .png, .svg or .pdf file.")] = None,
     daemon: DaemonOption = DEFAULT_TARGET,
 ) -> Output:
-    """Show the slack between the collectives of a job, and which optical switches can change circuits within it.
+    """Show the slack between the collectives of a job, and which optical switches can change circuits within the slack.
 
-    The command reads running jobs, as reported by the agents of their hosts, or traces. Each line of a trace is one
-    JSON object: a collective (`rank`, `op`, `group`, `bytes`, `start_s`, `end_s`, `async`), a mark (`rank`, `mark`,
-    `at_s`) or the start of an iteration (`rank`, `iteration`, `at_s`). The command prints the slack before each
-    operation, and the windows of an iteration with the length that can be promised. For traces, it also prints the
-    windows in which all ranks are quiet.
+    The command reads trace files or, by default, reports on running jobs from the agents of their hosts. Each line of a
+    trace is one JSON object: a collective (`rank`, `op`, `group`, `bytes`, `start_s`, `end_s`, `async`), a mark
+    (`rank`, `mark`, `at_s`) or the start of an iteration (`rank`, `iteration`, `at_s`). The command prints the slack
+    before each operation, and the windows of an iteration with the lengths that can be promised. For traces, it also
+    prints the windows in which all ranks are quiet.
 
     Example:
 
@@ -154,7 +154,8 @@ def _view(summary: "SlackSummary") -> View:
 
 
 def _bars(halves: dict[int, int]) -> list[str]:
-    """Return a bar chart as lines of text, each of which covers half a power of ten."""
+    """Return a bar chart of slack as lines of text. Each line covers half a power of ten. `halves` maps the index of
+    each such interval to its number of collectives."""
     from planner.fabric.slack import edge_s
 
     most = max(halves.values())
@@ -203,7 +204,8 @@ def _windows_view(summary: "SlackSummary") -> View:
 
 
 def _group(group: int) -> str:
-    """Return a short name of a group. Recorders use 63-bit hashes, of which the last 16 bits are shown."""
+    """Return a short name of a communication group. Of the 63-bit hashes that recorders use, the last 16 bits are
+    shown."""
     return str(group) if group < 1 << 16 else f"..{group & 0xFFFF:04x}"
 
 
@@ -243,7 +245,8 @@ def _ranks(summary: "SlackSummary") -> str:
 
 
 def draw(summary: "SlackSummary", target: Path) -> None:
-    """Plot the distribution of slack before each operation, with the delays of the switches."""
+    """Plot the distribution of slack before each operation, with the delays of the optical switches, to the file
+    `target`."""
     from orchestrrl.core.charts import axes, save
     from planner.fabric.slack import edge_s
 
@@ -273,8 +276,8 @@ def trace(
 ) -> Output:
     """Write the collectives and marks in this host's recorder buffers to a trace file.
 
-    A ring buffer holds the latest events of its process. The job continues to run. `orchestrrl fabric slack` reads the
-    trace files of one or several hosts. Times are Unix time.
+    Each buffer holds the latest events of one process. The job continues to run. `orchestrrl fabric slack` reads the
+    trace files of one or several hosts. Times are in Unix time.
 
     Example: `orchestrrl fabric trace rank0.jsonl --job trainer && orchestrrl fabric slack rank0.jsonl`
     """

@@ -1,1 +1,1 @@
-"""Commands on engines, requests, moves and redeployments."""
+"""Commands for engines, requests, moves and redeployments."""

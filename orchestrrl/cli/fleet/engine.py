@@ -32,10 +32,10 @@ def simulated(
     ] = None,
     **given: Any,
 ) -> None:
-    """Serve a simulated engine with vLLM's HTTP API until SIGTERM. The first line of output is its URL.
+    """Serve a simulated engine with vLLM's HTTP API until SIGTERM. The first line of output is the engine's URL.
 
-    A decode step takes `alpha + beta*sequences + gamma*kv_tokens` virtual seconds. Tokens are a function of the prompt
-    and the seeds, so that a request continued on another engine can be checked token by token.
+    A decode step takes `alpha + beta*sequences + gamma*kv_tokens` virtual seconds. Tokens depend only on the prompt and
+    the seeds, so that a request continued on another engine can be checked token by token.
 
     Example: `orchestrrl engine simulated --port 8100 --speed 30 --max-num-seqs 48`
     """
@@ -56,8 +56,8 @@ def simulated(
 
 
 def _parameters() -> Iterator[inspect.Parameter]:
-    """Yield the command's own parameters, and a parameter for each field of the options that has a description. The
-    fields are read from the source file, so that help and completion need not import pydantic."""
+    """Yield the parameters of `simulated`, and a parameter for each field of SimulatedOptions that has a description.
+    The fields are read from the source file, so that help and completion do not import pydantic."""
     yield from (each for each in inspect.signature(simulated).parameters.values() if each.name != "given")
     module = ast.parse(files("orchestrrl.lab.simulated_engine").joinpath("options.py").read_text("utf-8"))
     model = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "SimulatedOptions")

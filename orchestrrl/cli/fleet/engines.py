@@ -49,9 +49,9 @@ async def add(
 ) -> Output:
     """Add an engine, so that every gateway sends requests to it until it is removed.
 
-    The engine remains added when the daemon restarts or reloads its configuration. Start its agent afterwards, with the
-    same id: without an agent, it receives requests but is not balanced. To restore a removed engine of the daemon's
-    configuration, give only its id.
+    The engine remains added when the daemon restarts or reloads its configuration. Start the engine's agent afterwards,
+    with the same id. Without an agent, the engine receives requests but is not balanced. To restore a removed engine of
+    the daemon's configuration, give only its id.
 
     Example: `orchestrrl engines add e2 --url http://127.0.0.1:8003 --configuration tp2 --gpus 4,5`
     """
@@ -77,7 +77,7 @@ async def drain(
     timeout_s: Annotated[float, typer.Option(min=0.0, help="Timeout of --wait in seconds. 0: none.")] = 0.0,
     reason: Reason = "",
 ) -> Output:
-    """Drain an engine: it receives no new requests. Its requests finish on the engine or, with --move, on other
+    """Drain an engine, so that it receives no new requests. Its requests finish on the engine or, with --move, on other
     engines.
 
     The engine remains drained when the daemon restarts, until `--undo` ends the drain. Requests that cannot move finish
@@ -124,7 +124,8 @@ async def remove(
 
 
 def _checked(engine: str, url: str, gpus: str) -> tuple[int, ...]:
-    """Return the numbers of the GPUs. Raises ProblemFaults with an error for each malformed argument."""
+    """Return the GPU numbers that `gpus` lists. Raises ProblemFaults if an argument is malformed, with an error for
+    each malformed argument."""
     faults = [] if engine.strip() else [f"ID: must not be empty, got {engine!r}"]
     faults += url_faults("--url", url) if url else []
     numbers: tuple[int, ...] = ()
@@ -147,7 +148,7 @@ async def _workers(client: ControlClient) -> list[dict[str, Any]]:
 
 async def _until_empty(client: ControlClient, worker: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """Wait until the gateways report no requests on the engine, or the engine is removed. Return the engine's last
-    state."""
+    state. Raises Permanent if the drain is undone or `timeout_s` seconds pass; 0 means no timeout."""
     import asyncio
 
     engine = worker["engine_id"]
@@ -183,8 +184,8 @@ async def _until_empty(client: ControlClient, worker: dict[str, Any], timeout_s:
 
 
 def _count(worker: dict[str, Any]) -> int:
-    """Return the number of requests on the engine: the number that gateways report or, if the engine is healthy and
-    reports more, the number that the engine reports."""
+    """Return the number of requests on the engine as reported by the gateways. If the engine is healthy and itself
+    reports a larger number, return that number."""
     own = worker["running"] + worker["waiting"] if worker["health"] == "ok" else 0
     return int(max(worker["requests"], own))
 
@@ -199,7 +200,7 @@ def _accepts_requests(worker: dict[str, Any]) -> bool:
 
 
 def state(worker: dict[str, Any]) -> str:
-    """Return `serving`, `draining` or `drained`."""
+    """Return the state of an engine: `serving`, `draining` or `drained`."""
     if not worker["draining"]:
         return "serving"
     return "draining" if worker["requests"] else "drained"

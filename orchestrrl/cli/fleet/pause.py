@@ -75,7 +75,7 @@ async def renew(
     lease: Annotated[str, typer.Argument(help="The lease id that `pause` printed.", metavar="LEASE")],
     lease_s: LeaseSeconds = USUAL_S,
 ) -> Output:
-    """Renew the lease of a pause. The command fails if the lease has expired, because requests have run since.
+    """Renew the lease of a pause. The command fails if the lease has expired, because requests have run since then.
 
     Example: `orchestrrl renew g1795274800-1 --lease-s 120`
     """
@@ -98,7 +98,7 @@ async def resume(
     ] = None,
     reason: Reason = "",
 ) -> Output:
-    """Resume all requests with the weights that engines have now.
+    """End a pause, so that requests continue with the weights that the engines have now.
 
     Example: `orchestrrl resume --policy-version 13 --weights /shared/weights/13`
     """
@@ -203,7 +203,7 @@ def _troubles(barrier: dict[str, Any]) -> list[str]:
 
 
 def barrier_lines(barrier: dict[str, Any]) -> list[str]:
-    """Return the state of the barrier in a few lines, as `orchestrrl status` shows it."""
+    """Return a few lines about the state of the pause barrier."""
     version = "" if barrier["policy_version"] is None else f", policy version {barrier['policy_version']}"
     if barrier["phase"] in ("", "open"):
         lines = [f"barrier: open{version}", *_source(barrier)]
@@ -225,8 +225,8 @@ def _source(barrier: dict[str, Any]) -> list[str]:
 
 
 def progress(barrier: dict[str, Any]) -> str:
-    """Return the numbers of running, frozen and held requests as text, or an empty string if the barrier is open or
-    reports are outdated."""
+    """Return the numbers of running, frozen and held requests as text. Return an empty string if the barrier is open,
+    or if the gateways' reports are missing or outdated."""
     reports = [gateway["report"] for gateway in barrier["gateways"] if gateway["report"]]
     old = barrier["phase"] == "quiet" and any(report["phase"] != "quiet" for report in reports)
     if barrier["phase"] in ("", "open") or not reports or old:

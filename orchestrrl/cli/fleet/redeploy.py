@@ -48,11 +48,11 @@ async def redeploy(
     reason: Reason = "",
     as_json: JsonFlag = False,
 ) -> Output:
-    """Redeploy the fleet to other engines in reversible steps. Without a target, show the last redeployment.
+    """Replace the fleet's engines in reversible steps. Without --to or --plan, show the last redeployment.
 
-    Engines that are in both the old and the new fleet continue to serve. Requests of engines that stop are moved or
-    wait in their gateway. If a step fails, the previous engines are restored. Exit status 0: done; 1: rolled back, or
-    engines are missing. Ctrl-C leaves the redeployment running.
+    Engines that are in both the old and the new fleet continue to serve. Requests on engines that stop are moved or
+    wait in their gateway. If a step fails, the previous engines are restored. The exit status is 0 if the redeployment
+    is done, and 1 if it is rolled back or engines are missing. Ctrl-C leaves the redeployment running.
 
     Example: `orchestrrl redeploy --to tp2 --dry-run`
 
@@ -97,7 +97,7 @@ async def fetch_redeployment(client: ControlClient, redeployment_id: str) -> dic
 
 
 def _targets(to: list[str]) -> "tuple[list[control_pb2.RedeployTarget], list[str]]":
-    """Return the targets of --to, and an error message for each malformed target."""
+    """Parse the values of `--to`. Return the targets, and an error message for each malformed value."""
     targets: list[control_pb2.RedeployTarget] = []
     faults: list[str] = []
     for wish in to:
@@ -117,7 +117,8 @@ def _targets(to: list[str]) -> "tuple[list[control_pb2.RedeployTarget], list[str
 
 async def _first(client: ControlClient, order: "control_pb2.RedeployRequest") -> dict[str, Any]:
     """Return the first report: the draft of a dry run, or the report of the redeployment that has started. Raises
-    OutcomeUnknown if the daemon does not respond within FIRST_WITHIN_S."""
+    OutcomeUnknown if the daemon does not respond within FIRST_WITHIN_S seconds or closes the call without a response.
+    """
     import asyncio
 
     try:
@@ -148,7 +149,8 @@ async def _polled(client: ControlClient, redeployment_id: str) -> AsyncGenerator
 async def _followed(
     client: ControlClient, order: "control_pb2.RedeployRequest | None", redeployment_id: str, as_json: bool
 ) -> Output:
-    """Follow the redeployment that `order` starts or, if `order` is None, the running redeployment, until it ends."""
+    """Follow a redeployment until it ends. Start the redeployment `order` or, if `order` is None, follow the
+    redeployment `redeployment_id` (empty: the running redeployment)."""
 
     def fetch(latest: dict[str, Any] | None) -> AsyncIterator[dict[str, Any]]:
         if latest is None and order is not None:
@@ -193,7 +195,8 @@ async def _cancel(client: ControlClient, redeployment_id: str, reason: str) -> O
 
 
 def _end_view(report: dict[str, Any]) -> View:
-    """Yield the steps and the outcome. The reason of a failure is omitted: it is the command's error message."""
+    """Yield the steps and the outcome of a redeployment. The reason for a failure is omitted because the command prints
+    it as its error message."""
     yield words.taken_table(report)
     yield from words.outcome(report if report["state"] == "done" else {**report, "detail": ""})
 

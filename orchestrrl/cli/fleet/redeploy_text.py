@@ -1,4 +1,4 @@
-"""Render a redeployment as text and tables: its plan, progress, durations and time line."""
+"""Render a redeployment as text and tables: its plan, progress, durations and timeline."""
 
 import re
 import time
@@ -18,7 +18,7 @@ from orchestrrl.cli.output import Columns, cells_table, row_of
 from orchestrrl.core.errors import cut
 
 _NUMBERED = re.compile(r"(|.*\D)(0|[1-9][0-9]*)", re.DOTALL)
-NAMED = 4  # engines named in a list; of more, only the number is shown
+NAMED = 4  # engines named in a list; further engines are only counted
 ENGINES_SHOWN = 24  # rows; with more, engines of the same configuration share a row
 BARS_SHOWN = 48  # bars of a time line; with more, steps of the same kind in a stage share a bar
 LINE_WIDTH = 60
@@ -30,13 +30,13 @@ COLOURS = {"running": "cyan", "done": "green", "failed": "red", "planned": "cyan
 
 
 def fleet_text(engines: Sequence[dict[str, Any]]) -> str:
-    """Return the engines per configuration, such as `8 x tp2, 1 x tp4`."""
+    """Return the number of engines per configuration, such as `8 x tp2, 1 x tp4`."""
     kinds = Counter(engine["configuration"] or "unknown" for engine in engines)
     return ", ".join(f"{number} x {kind}" for kind, number in kinds.items()) or "nothing"
 
 
 def change_text(report: dict[str, Any]) -> str:
-    """Return the change of engines, such as `8 x tp2 -> 2 x tp8`."""
+    """Return the engines before and after the redeployment, such as `8 x tp2 -> 2 x tp8`."""
     return f"{fleet_text(report['old_engines'])} -> {fleet_text(report['new_engines'])}"
 
 
@@ -46,13 +46,13 @@ def spaced(name: str) -> str:
 
 
 def elapsed_s(report: dict[str, Any]) -> float | None:
-    """Return the seconds from the redeployment's start to its end, or None while it runs."""
+    """Return the time in seconds from the redeployment's start to its end, or None while it runs."""
     ended = report["ended_unix_s"]
     return None if ended is None else float(max(0.0, ended - report["created_unix_s"]))
 
 
 def begun(report: dict[str, Any]) -> str:
-    """Return one line with the id, the change of engines, the plan and the reason."""
+    """Return one line with the redeployment's id, change of engines, plan and reason."""
     named = f"redeployment {report['redeployment_id']}" if report["redeployment_id"] else "dry run, nothing changes"
     plan = f", plan {report['plan_id']}" if report["plan_id"] else ""
     reason = f" ({report['reason']})" if report["reason"] else ""
@@ -60,7 +60,7 @@ def begun(report: dict[str, Any]) -> str:
 
 
 def outcome(report: dict[str, Any]) -> list[str]:
-    """Return lines on the state of the redeployment and its effect on requests."""
+    """Return lines about the state of the redeployment and its effect on requests."""
     state = spaced(report["state"])
     colour = COLOURS.get(state, "yellow")
     took = elapsed_s(report)
@@ -78,7 +78,8 @@ def outcome(report: dict[str, Any]) -> list[str]:
 
 
 def progress(report: dict[str, Any]) -> str:
-    """Return a line such as `redeployment s1: 8 x tp2 -> 2 x tp8, running: evacuate (12 of 40 steps done, ...)`."""
+    """Return a line about a running redeployment, such as `redeployment s1: 8 x tp2 -> 2 x tp8, running: evacuate
+    (...)`."""
     steps = report["steps"]
     done = sum(step["state"] == "done" for step in steps)
     now = ", ".join(dict.fromkeys(spaced(step["kind"]) for step in steps if step["state"] == "running"))
@@ -93,7 +94,8 @@ def progress(report: dict[str, Any]) -> str:
 
 
 def redeployment_summary(report: dict[str, Any] | None) -> list[str]:
-    """Return the line for `orchestrrl status` in a list; the list is empty if there is no redeployment to show."""
+    """Return a list with the line that `orchestrrl status` shows about a redeployment. The list is empty if `report` is
+    None."""
     if report is None:
         return []
     if report["state"] == "running":
@@ -105,8 +107,8 @@ def redeployment_summary(report: dict[str, Any] | None) -> list[str]:
 
 
 def engines_table(report: dict[str, Any]) -> Table:
-    """Return a table of the engines that stop, stay and start. Each engine has its own row unless there are many
-    engines."""
+    """Return a table of the engines that stop, stay and start. If there are many engines, engines of the same
+    configuration share a row."""
     return cells_table("Engines", ("engine", "", "configuration", "GPUs"), _engine_rows(report))
 
 
@@ -125,7 +127,8 @@ def _engine_rows(report: dict[str, Any]) -> Iterator[tuple[object, ...]]:
 
 
 def _named(ids: Sequence[str]) -> str:
-    """Return ids as a list, such as `e0, x`; more than two numbered ids as a range, such as `s17-2.0-3`."""
+    """Return engine ids as text, such as `e0, x`. More than two ids that differ only in a trailing number are shown as
+    ranges, such as `s17-2.0-3`. Other long lists are cut."""
     numbered = [_NUMBERED.fullmatch(id) for id in ids]
     found = [match for match in numbered if match is not None]
     if len(ids) > 2 and len(found) == len(ids) and len({match[1] for match in found}) == 1:
@@ -140,7 +143,8 @@ def _named(ids: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StageSteps:
-    """The steps of one kind in one stage. These steps, or the chains of steps that contain them, run in parallel."""
+    """The steps of one kind in one stage. These steps, or the chains of steps that contain them, run in parallel.
+    `direction` is `back` for steps of a rollback."""
 
     direction: str
     stage: int
@@ -149,7 +153,7 @@ class StageSteps:
 
     @property
     def name(self) -> tuple[str, str]:
-        """The stage and the kind of step."""
+        """The stage and the kind of step as text, such as `2 back` and `load weights`."""
         return f"{self.stage} back" if self.direction == "back" else str(self.stage), spaced(self.kind)
 
     @property
@@ -158,7 +162,8 @@ class StageSteps:
 
     @property
     def state(self) -> str:
-        """The combined state of the steps."""
+        """The combined state of the steps. If their states differ, it is `failed` if a step failed, otherwise `running`
+        if a step is running or pending, and otherwise `skipped`."""
         states = {step["state"] for step in self.steps}
         if len(states) == 1:
             return str(*states)
@@ -180,8 +185,8 @@ class StageSteps:
         return min((step["began_unix_s"] for step in self.steps if step["began_unix_s"] is not None), default=None)
 
     def ended_s(self, now_s: float) -> float | None:
-        """Return the end of the last step that has started. Return `now_s` while a step runs, and None if no end was
-        recorded."""
+        """Return the Unix time in seconds at which the last started step ended. Return `now_s` while a step runs, and
+        None if no end was recorded."""
         ends = [
             now_s if step["state"] == "running" else step["began_unix_s"] + step["elapsed_s"]
             for step in self.steps
@@ -190,8 +195,8 @@ class StageSteps:
         return max(ends, default=None)
 
     def elapsed_text(self, now_s: float | None = None) -> str | None:
-        """Return the duration from the start of the first step to the end of the last step, or None if it is
-        unknown."""
+        """Return the duration from the start of the first step to the end of the last step as text. While a step runs,
+        the duration ends at `now_s`. Return None if the duration is unknown."""
         began_s = self.began_s
         if began_s is None or (now_s is None and any(step["state"] == "running" for step in self.steps)):
             return None
@@ -204,15 +209,16 @@ class StageSteps:
 
     @property
     def slowest(self) -> str | None:
-        """The engine and duration of the slowest step, or None for a single step."""
+        """The engine and duration of the slowest step as text, or None if there is only one step or no step has
+        ended."""
         taken = [step for step in self.steps if step["elapsed_s"] is not None]
         slowest = max(taken, key=lambda step: step["elapsed_s"], default=None)
         return f"{slowest['engine_id']} {duration(slowest['elapsed_s'])}" if slowest and len(self.steps) > 1 else None
 
     @property
     def remark(self) -> str:
-        """One line with the details of the steps: failed steps first, then steps that were cut short by a failure or
-        succeeded with a remark."""
+        """One line with the detail of the most relevant step, and the number of steps with other details. Failed steps
+        are the most relevant."""
         detailed = [step for step in self.steps if step["detail"]]
         detailed.sort(key=lambda step: (step["state"] != "failed", step["detail"] == CUT_SHORT))
         if not detailed:
@@ -227,7 +233,7 @@ class StageSteps:
 
 
 def together(report: dict[str, Any]) -> list[StageSteps]:
-    """Return the steps in the order of the report, grouped by stage and kind."""
+    """Return the steps in the order of the report, grouped by direction, stage and kind."""
     groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for step in report["steps"]:
         groups.setdefault((step["direction"], step["stage"], step["kind"]), []).append(step)
@@ -261,7 +267,8 @@ def taken_table(report: dict[str, Any], now_s: float | None = None) -> Table:
 def _staged_table(
     title: str, columns: Columns, groups: Iterable[StageSteps], last: Iterable[tuple[object, ...]] = ()
 ) -> Table:
-    """Return a table with a row per group, then the `last` rows. The stage is shown only where it changes."""
+    """Return a table with a row for each group, followed by the rows in `last`. Each stage is shown only in its first
+    row."""
     rows: list[tuple[object, ...]] = [
         (" " if place else stage, group.name[1], *row_of(group, columns))
         for stage, of_stage in groupby(groups, key=lambda group: group.name[0])
@@ -274,14 +281,15 @@ def _staged_table(
 
 
 def picture(report: dict[str, Any]) -> RenderableType:
-    """Return the state of the redeployment as a picture for a terminal, which is redrawn while the redeployment
+    """Return the state of the redeployment for display in a terminal. The display is refreshed while the redeployment
     runs."""
     last = progress(report) if report["state"] == "running" else "\n".join(outcome(report))
     return Group(Text.from_markup(begun(report)), taken_table(report, time.time()), Text.from_markup(last))
 
 
 def news(before: dict[str, Any] | None, report: dict[str, Any]) -> Iterator[str]:
-    """Yield a line of plain text for each change since the report `before`."""
+    """Yield a line with rich markup for each change since the report `before`, or since the start if `before` is
+    None."""
     states = {} if before is None else {group.name: group.state for group in together(before)}
     if before is None:
         yield begun(report)
@@ -306,7 +314,8 @@ def _news_of(group: StageSteps) -> str:
 
 
 def time_line(report: dict[str, Any], now_s: float) -> Table:
-    """Return a table with a bar per started step, from the redeployment's start to its end or `now_s`."""
+    """Return a table with a bar for each started step. The timeline extends from the redeployment's start to its end
+    or, while it runs, to `now_s`. If there are many steps, steps of the same kind in a stage share a bar."""
     created_s = float(report["created_unix_s"])
     bars = [StageSteps(step["direction"], step["stage"], step["kind"], (step,)) for step in report["steps"]]
     if sum(bar.began_s is not None for bar in bars) > BARS_SHOWN:
@@ -316,7 +325,8 @@ def time_line(report: dict[str, Any], now_s: float) -> Table:
     whole_s = max([last_s, *(bar.ended_s(now_s) or 0.0 for bar in bars)]) - created_s
 
     def line(low_s: float, high_s: float) -> str:
-        """Draw a bar on a line that covers `whole_s` seconds. An interval of no length is a tick."""
+        """Return a bar from `low_s` to `high_s` on a timeline of `whole_s` seconds. An interval of no length is shown
+        as a tick."""
         if whole_s <= 0:
             return "▏"
         low = min(LINE_WIDTH - 1, max(0, round((low_s - created_s) / whole_s * LINE_WIDTH)))

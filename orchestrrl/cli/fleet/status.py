@@ -1,4 +1,4 @@
-"""Commands that show and control the daemon: status, workers, requests, mode, move, moves, and pauses of its loops."""
+"""Commands that show and control the daemon: status, workers, requests, mode, move, moves, and pauses of its parts."""
 
 import contextlib
 from collections.abc import Callable, Iterable
@@ -61,7 +61,7 @@ async def requests(
     engine: Annotated[str, typer.Option(help="List only the requests on this engine.", metavar="ENGINE")] = "",
     limit: Annotated[int, typer.Option(min=0, help="Maximum number of requests. 0: all.")] = 50,
 ) -> Output:
-    """List the requests in flight with their engine, state, generated tokens, and whether they can move.
+    """List the requests in flight: their engine, state and generated tokens, and whether they can move.
 
     Example: `orchestrrl requests --engine vllm-0 --limit 20`
     """
@@ -79,7 +79,8 @@ async def mode(
     ] = None,
     reason: Reason = "",
 ) -> Output:
-    """Show or set the mode: act carries decisions out, advise only records and explains them.
+    """Show or set the mode. In mode act, the daemon carries out its decisions; in mode advise, it only records and
+    explains them.
 
     Example: `orchestrrl mode act --reason "advice looked right for a day"`
     """
@@ -97,7 +98,7 @@ async def move(
     request: Annotated[str, typer.Argument(help="The request's id.", metavar="REQUEST")],
     to: Annotated[str, typer.Option(help="The destination engine.", metavar="ENGINE")],
 ) -> Output:
-    """Move one request to another engine, in either mode, as the balancer would.
+    """Move one request to another engine, as the balancer would. The request is moved even in mode advise.
 
     Example: `orchestrrl move req-17 --to vllm-1`
     """
@@ -128,7 +129,8 @@ def _moves_view(found: dict[str, Any]) -> View:
 
 
 def balance_reasons(found: dict[str, Any]) -> list[str]:
-    """Return the time, the reason and the policy of a decision, one line each."""
+    """Return lines about a decision of the fast loop: its time and reason, its effect on the spread of load, and its
+    policy."""
     spread = f"spread {_index(found['spread_before'])} before, {_index(found['spread_after'])} after"
     return [
         f"decided at {time_of_day(found['decided_unix_s'])} on inputs at most {duration(found['inputs_age_s'])} old: "
@@ -144,7 +146,7 @@ def _index(value: float | None) -> str:
 
 
 def _method(move: dict[str, Any]) -> str:
-    """Return the method of a move, followed by the ordered method if the move used a different one."""
+    """Return the method of a move. If another method was ordered, append it, as in `recompute, not transfer`."""
     method, ordered = move["method"], move["ordered_method"]
     return str(method) if method in ("", ordered) else f"{method}, not {ordered}"
 
@@ -188,7 +190,7 @@ async def fetch_weights(client: ControlClient) -> dict[str, Any] | None:
 
 
 def summary(seen: dict[str, Any]) -> list[str]:
-    """Return the state of the daemon and the fleet, one line per topic."""
+    """Return lines about the state of the daemon and the fleet, one line per topic."""
     lines = [
         f"OrchestrRL {seen['version']}, mode [bold]{seen['mode']}[/bold], generation {seen['generation']}, "
         f"up {duration(seen['uptime_s'])}",
@@ -222,13 +224,14 @@ def summary(seen: dict[str, Any]) -> list[str]:
 
 
 def policy_summary(policy: str, reason: str) -> list[str]:
-    """Return a line such as `policy: load_index: no step times for e0: ...` in a list; the list is empty before the
+    """Return a list with a line such as `policy: load_index: no step times for e0: ...`. The list is empty before the
     first decision."""
     return [f"policy: [bold]{policy}[/bold]: {escape(reason)}"] if policy else []
 
 
 def trouble(seen: dict[str, Any]) -> list[str]:
-    """Return lines that report a mode other than the configured mode, damage to the journal, and defects."""
+    """Return lines about a mode that differs from the configured mode, damage to the journal, ignored journal entries,
+    and defects."""
     lines = [f"mode: {escape(seen['mode_reason'])}"] if seen["mode_reason"] and not seen["journal_damage"] else []
     lines += [f"[red]the journal is damaged[/red]: {escape(text)}" for text in seen["journal_damage"]]
     if seen["journal_damage"]:
@@ -241,7 +244,7 @@ def trouble(seen: dict[str, Any]) -> list[str]:
 
 
 def defect_text(defect: dict[str, Any], now_unix_s: float) -> str:
-    """Return a line such as `fast_loop: 3 consecutive failures: KeyError at balancer/balance.py:88: 'e0' (...)`."""
+    """Return a line about a defect, such as `fast_loop: 3 consecutive failures: KeyError at ...: 'e0' (...)`."""
     running = f"{defect['running']} consecutive failures:" if defect["running"] else "recovered from"
     what = escape(f"{defect['type']} at {defect['place']}: {defect['message']}")
     last = f"last {ago(now_unix_s - defect['last_unix_s'])}, {count(defect['total'])} in total"
@@ -249,13 +252,14 @@ def defect_text(defect: dict[str, Any], now_unix_s: float) -> str:
 
 
 def remarks(workers: Iterable[dict[str, Any]], nodes: Iterable[str] = ()) -> list[str]:
-    """Return the remarks on how nodes and engines are named and reported, one sentence each."""
+    """Return remarks about the names and reports of nodes and engines, one sentence each. `nodes` contains the remarks
+    about nodes."""
     return [*nodes, *(remark for worker in workers for remark in worker["remarks"])]
 
 
 def barrier_summary(barrier: dict[str, Any] | None) -> list[str]:
-    """Return the state of the pause barrier as lines. Return no lines if the barrier is open and no policy version is
-    set."""
+    """Return lines about the pause barrier. The list is empty if `barrier` is None, or if the barrier is open and no
+    policy version is set."""
     if barrier is None or (barrier["phase"] in ("", "open") and barrier["policy_version"] is None):
         return []
     lines = barrier_lines(barrier)
@@ -263,7 +267,8 @@ def barrier_summary(barrier: dict[str, Any] | None) -> list[str]:
 
 
 def fabric_summary(seen: dict[str, Any]) -> list[str]:
-    """Return lines on the latest period and the operator's control. Return no lines if there is no optical fabric."""
+    """Return lines about the latest period and the operator's control of circuits. The list is empty if there is no
+    optical fabric."""
     control, period = seen["fabric_control"], seen["fabric_period"]
     if control is None:
         return []
@@ -272,7 +277,7 @@ def fabric_summary(seen: dict[str, Any]) -> list[str]:
 
 
 def period_text(period: dict[str, Any]) -> str:
-    """Return the state of a period, such as `gradients kept: no_window: none by the deadline`."""
+    """Return the name and state of a period, such as `gradients kept: no_window: none by the deadline`."""
     why = ": ".join(filter(None, (period["code"] if period["code"] != period["state"] else "", period["detail"])))
     return f"{name_of_period(period)} {period['state']}{f': {why}' if why else ''}"
 
@@ -283,7 +288,7 @@ def name_of_period(report: dict[str, Any]) -> str:
 
 
 def fabric_control_text(control: dict[str, Any]) -> str:
-    """Return the operator's control of circuits as text: pinned, overridden or free."""
+    """Return the operator's control of circuits as text, such as `all circuits pinned until 14:30:00 (measuring)`."""
     until = "" if control["expires_unix_s"] is None else f" until {time_of_day(control['expires_unix_s'])}"
     because = f" ({control['reason']})" if control["reason"] else ""
     match control["state"]:
@@ -297,8 +302,8 @@ def fabric_control_text(control: dict[str, Any]) -> str:
 
 
 def weights_summary(weights: dict[str, Any] | None, now_unix_s: float) -> list[str]:
-    """Return one line with the committed version, the running sync and quarantined engines. Return no line if there is
-    nothing to report."""
+    """Return a list with one line about the committed version, the running sync and quarantined engines. The list is
+    empty if there is nothing to report."""
     if weights is None:
         return []
     parts = [] if weights["committed_version"] is None else [f"version {weights['committed_version']}"]
@@ -312,13 +317,14 @@ def weights_summary(weights: dict[str, Any] | None, now_unix_s: float) -> list[s
 
 
 def operator_pause_text(pause: dict[str, Any]) -> str:
-    """Return the reason of an operator's pause, with its start and expiry, as text."""
+    """Return the reason for an operator's pause, with its start and expiry, as text."""
     until = "" if pause["expires_unix_s"] is None else f", until {time_of_day(pause['expires_unix_s'])}"
     return f"{pause['reason'] or 'no reason given'} (since {time_of_day(pause['since_unix_s'])}{until})"
 
 
 def control_text(control: dict[str, Any] | None, now_unix_s: float | None = None) -> str:
-    """Return the operator's control of the planner, such as `pinned for 4 min 10 s more (benchmark running)`."""
+    """Return the operator's control of the planner, such as `pinned for 4 min 10 s more (benchmark running)`. The
+    remaining time is omitted if `now_unix_s` is None."""
     if control is None or control["state"] in ("", "free"):
         return "free"
     words = control["state"]
@@ -334,14 +340,14 @@ def control_text(control: dict[str, Any] | None, now_unix_s: float | None = None
 
 
 def health_text(worker: dict[str, Any]) -> Text:
-    """Return the worker's health as judged by the daemon, and whether the worker is draining, as text."""
+    """Return a coloured text with the worker's health, as judged by the daemon, and whether the worker is draining."""
     health = worker["health"] or UNKNOWN if worker["reported"] else "no agent"
     colour = HEALTH_COLOURS.get(worker["health"] or "", "yellow")
     return Text(f"{health}, draining" if worker["draining"] else str(health), colour)
 
 
 def kv_used(worker: dict[str, Any]) -> float | None:
-    """Return the fraction of the KV cache in use, or None if its size is unknown."""
+    """Return the fraction of the KV cache in use, or None if the size of the cache is unknown."""
     capacity = worker["kv_capacity_tokens"]
     return 1.0 - worker["kv_free_tokens"] / capacity if capacity else None
 

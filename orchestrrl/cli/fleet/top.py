@@ -1,4 +1,4 @@
-"""`orchestrrl top`: show the state of the fleet, refreshed every second."""
+"""`orchestrrl top`: show the state of the fleet, refreshed every second by default."""
 
 import contextlib
 import json
@@ -38,7 +38,7 @@ def top(
     daemon: DaemonOption = DEFAULT_TARGET,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show workers, moves and the plan, refreshed until Ctrl-C. With --json, print one object per line.
+    """Show workers, moves and the plan, refreshed until Ctrl-C. With --json, print one JSON object per update.
 
     Example: `orchestrrl top --interval-s 2`
     """
@@ -65,7 +65,7 @@ def top(
 
 
 async def fetch_all(client: ControlClient) -> dict[str, Any]:
-    """Fetch the contents of one update: `status`, `balance`, `plan` and `weights`. An item that is not available yet is
+    """Fetch the data for one update: `status`, `balance`, `plan` and `weights`. An item that is not available yet is
     None."""
     seen: dict[str, Any] = {"status": await fetch_status(client), "balance": None, "plan": None}
     seen["weights"] = await fetch_weights(client)
@@ -100,7 +100,8 @@ def picture(seen: dict[str, Any]) -> RenderableType:
 
 
 async def _next_picture(client: ControlClient) -> RenderableType:
-    """Return the next picture or, if the daemon is unreachable, the error as a picture, so that the view continues."""
+    """Return the next update for display. If fetching the data fails, return the error as text, so that the view
+    continues."""
     try:
         return picture(await fetch_all(client))
     except OrchestrRLError as error:
@@ -108,7 +109,7 @@ async def _next_picture(client: ControlClient) -> RenderableType:
 
 
 def _columns(workers: list[dict[str, Any]]) -> Columns:
-    """Return the columns of `orchestrrl status`, with bars for loads."""
+    """Return the columns of the workers in `orchestrrl status`, with bars for requests and KV use."""
     most_waiting = max((worker["waiting"] for worker in workers), default=0)
     return {
         **WORKER_COLUMNS,

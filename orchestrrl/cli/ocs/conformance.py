@@ -51,10 +51,11 @@ def conformance(
 ) -> Output:
     """Run the conformance suite of all drivers against your switch.
 
-    The suite runs without a daemon and moves mirrors: use a switch in a lab, or unused ports. Tests that inject faults
-    which a real switch cannot simulate are skipped with the reason. The ports are freed at the end, also after Ctrl-C,
-    SIGTERM or SIGHUP. Circuits that could not be removed are listed with instructions. Exit status 0: no test failed;
-    1: a test failed, or the ports are in use; 2: malformed; 128 plus the signal number: stopped by a signal.
+    The suite runs without a daemon. It moves mirrors, so use a switch in a lab, or unused ports. Tests that inject
+    faults which a real switch cannot simulate are skipped, and the reason is printed. The ports are freed at the end,
+    also after Ctrl-C, SIGTERM or SIGHUP. Circuits that could not be removed are listed with instructions. The exit
+    status is 0 if no test failed, 1 if a test failed or the ports are in use, and 2 for invalid options. After a
+    signal, it is 128 plus the signal number.
 
     Examples:
 

@@ -49,10 +49,10 @@ class EmulatorFlags:
 def emulate(flags: EmulatorFlags) -> None:
     """Serve an emulated switch until SIGTERM. The first lines of output are its address and its configuration.
 
-    The following lines are the setters that it receives and their effects, with the time in seconds since power-on.
-    Faults have the form `[{at_s: 12, kind: fail_port, port: 7}, {at_s: 20, kind: restart}]`. Their kinds are fail_port,
-    disable_port, mend_port, stick_mirror, unplug, partial_commit, drop_connection, drop_command, slow_answer and
-    restart.
+    The following lines are the setters (commands that change the switch) that it receives and their effects, with the
+    time in seconds since power-on. A schedule of faults has the form `[{at_s: 12, kind: fail_port, port: 7}, {at_s: 20,
+    kind: restart}]`. The kinds of faults are fail_port, disable_port, mend_port, stick_mirror, unplug, partial_commit,
+    drop_connection, drop_command, slow_answer and restart.
 
     Examples:
 

@@ -27,7 +27,7 @@ SHOWN_CHARS = 400  # maximum characters shown of a setter
 
 
 def run(flags: "EmulatorFlags") -> None:
-    """Serve the switch until a stop signal. Raises ProblemFaults if a flag is invalid."""
+    """Serve the emulated switch until the process receives a stop signal. Raises ProblemFaults if a flag is invalid."""
     wrong: list[str] = []
     schedule = _schedule(flags.faults, wrong)
     panel = _panel(wrong, flags, schedule)
@@ -56,12 +56,13 @@ async def _serve(emulator: Emulator, protocol: str, host: str, port: int) -> Non
 
 
 def _reason(error: OSError) -> str:
-    """Return the reason of a failed bind without the address, which the message already contains."""
+    """Return the reason for a failed bind without the address, which the command's error message already contains."""
     return os.strerror(error.errno) if error.errno is not None and error.filename is None else str(error)
 
 
 async def _show(device: EmulatedDevice) -> None:
-    """Print events as they occur. Scheduled faults take effect on time, even without client requests."""
+    """Print the device's events and received commands as they occur. Scheduled faults take effect on time, even without
+    client requests."""
 
     def line(at_s: float, kind: str, style: str, text: str) -> None:
         text = " ".join(text.split())  # XML spans several lines
@@ -112,7 +113,8 @@ def _made(protocol: str, panel: DevicePanel, quirks: dict[str, Any], wrong: list
 
 
 def _panel(wrong: list[str], flags: "EmulatorFlags", schedule: FaultSchedule) -> DevicePanel:
-    """Build the device from the flags. Invalid values are appended to `wrong` and replaced by defaults."""
+    """Return the parameters of the emulated device. Errors in the flags are appended to `wrong`, and invalid values are
+    replaced by valid ones."""
     ingress, cross, egress = flags.ports.partition("x")
     sizes = [int(side) if side.isdecimal() and len(side) < 6 else 0 for side in (ingress, egress)]
     if not cross or 0 in sizes:
@@ -137,7 +139,7 @@ def _schedule(path: Path | None, wrong: list[str]) -> FaultSchedule:
 
 
 def _beyond(schedule: FaultSchedule, facts: SwitchFacts) -> list[str]:
-    """Return an error text for each scheduled fault of a port that the device does not have."""
+    """Return an error message for each scheduled fault of a port that the device does not have."""
     return [
         f"--faults: port must be one of the device's ({_sides(facts)}), got {fault.port}"
         for _, fault in schedule.due

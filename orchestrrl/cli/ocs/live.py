@@ -53,7 +53,7 @@ async def ocs_list(client: ControlClient) -> Output:
 
 @daemon_command
 async def ocs_show(client: ControlClient, switch: SwitchArgument) -> Output:
-    """Show one switch: its circuits with their state, and the ports that cannot be used.
+    """Show one switch: its circuits with their states, and the ports that cannot be used.
 
     Example: `orchestrrl ocs show ocs1`
     """
@@ -86,12 +86,13 @@ async def connect(
     revert_in_s: RevertOption = None,
     dry_run: DryRunFlag = False,
 ) -> Output:
-    """Connect pairs of ports, all of them or none.
+    """Connect pairs of ports. If one pair cannot be connected, none is connected.
 
-    The command also takes effect in mode `advise`, which restricts only the daemon's own decisions. Circuits to evict
-    are printed first. If the switch changes before the command is sent, nothing is sent. A circuit that does not come
-    up is retried once. If the retry fails, the change is rolled back. Circuits that the daemon does not own are never
-    evicted. Exit status 0: done; 1: refused or rolled back; 2: malformed.
+    The command also takes effect in mode `advise`, which restricts only the daemon's own decisions. The circuits to
+    evict are printed first. If the switch changes before the command is sent, nothing is sent. A circuit that does not
+    come up is retried once. If the retry fails, the change is rolled back. Circuits that the daemon does not own are
+    never evicted. The exit status is 0 if the pairs are connected, 1 if the change is refused or rolled back, and 2 for
+    malformed arguments.
 
     Examples:
 
@@ -128,9 +129,9 @@ async def disconnect(
     revert_in_s: RevertOption = None,
     dry_run: DryRunFlag = False,
 ) -> Output:
-    """Disconnect pairs of ports. Each pair must be an existing circuit; a circuit that is already down is no error.
+    """Disconnect pairs of ports. The command fails if a port of a pair is connected to a port outside the pair.
 
-    The command also takes effect in mode `advise`.
+    A pair that is already disconnected is not an error. The command also takes effect in mode `advise`.
 
     Example: `orchestrrl ocs disconnect ocs1 3:17 5:19`
     """
@@ -143,7 +144,8 @@ async def disconnect(
 
 @daemon_command
 async def confirm(client: ControlClient, switch: SwitchArgument) -> Output:
-    """Confirm a change made with --revert-in-s. Exit status 1 if no change is pending, or it was already reverted.
+    """Confirm a change made with --revert-in-s. The command fails if no change is pending or the change was already
+    reverted.
 
     Example: `orchestrrl ocs confirm ocs1`
     """
@@ -153,9 +155,10 @@ async def confirm(client: ControlClient, switch: SwitchArgument) -> Output:
 
 @daemon_command
 async def take_over(client: ControlClient, switch: SwitchArgument, pairs: PairsArgument) -> Output:
-    """Take over circuits that another client made. The daemon may then evict them and take them down.
+    """Take over circuits that another client made. The daemon may then evict these circuits and take them down.
 
-    Nothing is sent to the switch. Each pair must be an existing circuit; if one does not exist, none is taken over.
+    Nothing is sent to the switch. Each pair must be an existing circuit. If any circuit does not exist, none is taken
+    over.
 
     Example: `orchestrrl ocs take-over ocs1 3:17`
     """
@@ -173,9 +176,9 @@ async def verify(
     """Compare switches and ToRs with the site file, and report circuits and cables that are in the wrong place.
 
     Circuits on the switches are compared with the daemon's last commands. ToRs (`fabric.routers`) report which ports
-    receive light and which neighbour is connected. Circuits that are up verify the fibres in use; `--walk` verifies all
-    other fibres, one cross-connect at a time, and skips ports that are up, failed or masked. It requires a paused
-    fabric and routes no packets over the fibres that it lights. Exit status 1 if there are faults.
+    receive light and which neighbour is connected. Circuits that are up verify the fibres in use. `--walk` verifies all
+    other fibres, one cross-connect at a time, and skips ports that are up, failed or masked. This option requires a
+    paused fabric and routes no packets over the fibres that it lights. The exit status is 1 if there are faults.
 
     Examples:
 
@@ -201,7 +204,8 @@ def _verified_view(seen: dict[str, Any]) -> View:
 
 
 def _parsed(pairs: Iterable[str], revert_in_s: float | None = None) -> "list[ocs_pb2.CrossConnect]":
-    """Return the arguments as cross-connects. Raises ProblemFaults with an error for each malformed argument."""
+    """Return `pairs` as cross-connects. Raises ProblemFaults if a pair is malformed or `revert_in_s` is invalid, with
+    an error for each fault."""
     from orchestrrl.rpc.codecs.ocs import PAIR
 
     parsed, faults = [], []
@@ -229,7 +233,8 @@ def _readable(value: Any) -> Any:
 
 
 def _outcome(message: "control_pb2.SwitchChange") -> Output:
-    """Return the command's output for a change, with an error message and exit status if the change was not made."""
+    """Return the command's output for a change of a switch. If the change was not made, the output includes an error
+    message and an exit status."""
     change = _readable(plain(message))
     document = {
         **{name: change[name] for name in ("done", "dry_run", "rolled_back", "detail", "revision")},

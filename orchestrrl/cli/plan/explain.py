@@ -18,7 +18,8 @@ ENGINES_SHOWN = 24  # rows of the target fleet; with more, engines of the same k
 
 
 def headline(plan: dict[str, Any], now_unix_s: float) -> list[str]:
-    """Return the decision, its reason and its inputs, one line each."""
+    """Return lines about a plan: its decision, reason, time and inputs, and a comparison of the deployed and the best
+    fleet."""
     age = duration(max(0.0, now_unix_s - plan["created_unix_s"]))
     acted = "acted on" if plan["acted"] else "not acted on"
     if plan["acted_detail"]:
@@ -45,7 +46,7 @@ def headline(plan: dict[str, Any], now_unix_s: float) -> list[str]:
 
 def alternatives_table(plan: dict[str, Any]) -> "Table":
     """Return a table of the plan's alternatives, each compared with the deployed fleet. Feasible alternatives come
-    first, the fastest at the top."""
+    first, from the fastest to the slowest."""
     feasible = sorted((each for each in plan["alternatives"] if not each["infeasible_because"]), key=_together_s)
     ruled_out = [each for each in plan["alternatives"] if each["infeasible_because"]]
     current_s, best_s = plan["current_makespan_s"], proposed_s(plan)
@@ -77,8 +78,8 @@ def alternatives_table(plan: dict[str, Any]) -> "Table":
 
 
 def instances_table(title: str, instances: Iterable[dict[str, Any]]) -> "Table":
-    """Return a table of instances. If there are many, instances of one kind share a row with the times of the slowest
-    instance."""
+    """Return a table of instances. If there are many, instances of the same configuration share a row, separately for
+    kept and new instances. The row shows the times of the slowest instance."""
     engines = sorted(instances, key=lambda each: (each["configuration"], not each["kept"], -_ends_s(each)))
     few = len(engines) <= ENGINES_SHOWN
     alike = groupby(engines, key=lambda each: each["engine_id"] if few else (each["configuration"], each["kept"]))
@@ -104,15 +105,15 @@ def _instances_row(group: list[dict[str, Any]], few: bool) -> tuple[object, ...]
 
 
 def proposed_s(plan: dict[str, Any]) -> float | None:
-    """Return the predicted seconds to the end of the step under the plan's proposal, including the costs of the
-    change."""
+    """Return the predicted time in seconds until the step ends under the plan's proposal, including the costs of the
+    change. Return None if the plan has no proposal."""
     if plan["proposed_makespan_s"] is None:
         return None
     return float(plan["proposed_makespan_s"] + plan["redeploy_cost_s"] + plan["migration_cost_s"])
 
 
 def predictions(plan: dict[str, Any]) -> list[str]:
-    """Return lines on the lower bound and on the predicted and actual makespan."""
+    """Return lines about the lower bound of the makespan, and about the predicted and the actual makespan."""
     bound = f"lower bound for any fleet, if all lengths were known: {seconds(plan['lower_bound_s'])}"
     if plan["gap"] is not None:
         bound += f"; the best found takes {percent(plan['gap'])} more"
@@ -131,7 +132,7 @@ def predictions(plan: dict[str, Any]) -> list[str]:
 
 
 def calibration(found: dict[str, Any] | None) -> str:
-    """Return a line on the mean error and the bias of past predictions."""
+    """Return a line about the mean error and the bias of past predictions."""
     if found is None or found["error"] is None:
         return "predictions: no step has ended yet"
     steps = "step" if found["steps"] == 1 else "steps"

@@ -107,7 +107,7 @@ async def override(
     reason: Reason = "",
     ttl_s: TimeToLive = 0.0,
 ) -> Output:
-    """Override the planner's choice with a configuration until released or expired.
+    """Override the planner's choice with a configuration until the override is released or expires.
 
     Example: `orchestrrl plan override tp4 --reason "tail is long today" --ttl-s 3600`
     """
@@ -118,7 +118,7 @@ async def override(
 
 @daemon_command
 async def pin(client: ControlClient, reason: Reason = "", ttl_s: TimeToLive = 0.0) -> Output:
-    """Pin the current deployment until released or expired.
+    """Pin the current deployment until it is released or the pin expires.
 
     Example: `orchestrrl plan pin --reason "benchmark running" --ttl-s 600`
     """

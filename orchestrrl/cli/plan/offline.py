@@ -1,4 +1,5 @@
-"""`orchestrrl plan solve` and `render`: solve a placement problem from a file; print the command lines of engines."""
+"""`orchestrrl plan solve` and `render`: solve a placement problem from a file, and print the command lines of
+engines."""
 
 import gc
 import math
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
 
 @problem_command("plan_solve")
 def solve(file: ProblemFile) -> Output:
-    """Compute which engines to run on which GPUs, and which requests each decodes, to minimize the makespan.
+    """Compute which engines to run on which GPUs, and which requests each engine decodes, to minimize the makespan.
 
     The command reads one JSON problem: `gpus`, `configurations`, the `current` instances, `requests` with their
-    estimated remaining tokens, and the costs of moves and switches. The command prints the decision with a proven lower
-    bound. It changes nothing.
+    estimated remaining tokens, and the costs of moves and of starting instances. The command prints the decision and a
+    proven lower bound of the makespan. It changes nothing.
 
     Example:
 
@@ -113,8 +114,8 @@ def render(
 
     By default, the command renders the engines of `fleet.engines`. With `--configuration`, it renders as many engines
     of the configuration as the fleet's GPUs allow. With `--gpus` in addition, it renders one engine on these GPUs.
-    `fleet.launch` defines the launch options. An engine over several nodes, or under AFD, has several processes; each
-    is printed with its node and role.
+    `fleet.launch` defines the launch options. An engine that spans several nodes or uses AFD has several processes.
+    Each process is printed with its node and role.
 
     Example:
 
@@ -135,7 +136,7 @@ def _rendered(
     fleet: "FleetSettings", configuration: str, gpus: str
 ) -> "list[tuple[EngineSpec, str, tuple[CommandLine, ...]]]":
     """Return the requested engines, each with its URL and its command lines. Raises ProblemFaults if an option or the
-    configuration is invalid."""
+    fleet's configuration is invalid."""
     from orchestrrl.fabric.site_parts import numbers_in
     from orchestrrl.fleet.deployers.command_line import render, url_of
     from orchestrrl.fleet.launch import configured_engines, filled, launch_of

@@ -50,10 +50,10 @@ def measure(
     budget_s: Annotated[float, typer.Option(min=1.0, help="Time limit of the measurement in seconds.")] = 300.0,
     engine: Annotated[str, typer.Option(help="Engine product: vllm or simulated.")] = "vllm",
 ) -> Output:
-    """Measure an engine and write its configuration to a profile file, replacing the configuration with the same id.
+    """Measure an engine and write its configuration to a profile file. A configuration with the same id is replaced.
 
-    The engine decodes batches of random prompts of many sizes. Measurements that exceed the budget are skipped, largest
-    first. Ctrl-C cancels all requests and leaves the file unchanged.
+    The engine decodes batches of random prompts, from small to large batches. Measurements that exceed the budget are
+    skipped, the largest first. Ctrl-C cancels all requests and leaves the file unchanged.
 
     Example: `orchestrrl profile measure http://127.0.0.1:8000 --tp 2 --switch-s 45 --gpu H800 --out profile.yaml`
     """
@@ -99,8 +99,8 @@ def import_(
 ) -> Output:
     """Create a profile from NVIDIA's measured kernel data, with the optional package aiconfigurator-core.
 
-    The times are kernel times. If possible, measure your own engines instead. Layouts whose weights leave no memory for
-    KV are omitted.
+    The times cover only kernels and no other overheads of an engine. If possible, measure your own engines instead.
+    Layouts whose weights leave no memory for the KV cache are omitted.
 
     Example: `orchestrrl profile import --model Qwen/Qwen3-32B --system h100_sxm --tp 1,2,4,8 --out profile.yaml`
     """
@@ -250,8 +250,8 @@ def _today() -> str:
 
 
 def step_ms(sequences: int) -> Callable[["EngineProfile"], str | None]:
-    """Return a getter for the step time of a batch of `sequences` as text. The getter returns None if the engine allows
-    fewer sequences."""
+    """Return a getter that formats the step time of a batch of `sequences` in milliseconds. The getter returns None if
+    the engine allows fewer sequences."""
     return lambda engine: (
         f"{engine.step.base_s.at(sequences) * 1e3:.2f} ms" if sequences <= engine.max_sequences else None
     )
@@ -283,8 +283,8 @@ def _percent(fraction: float | None) -> str | None:
 
 
 def _origins(profile: "Profile") -> Iterator[str]:
-    """Yield the source of each configuration, and of each value whose source differs from the source of its
-    configuration."""
+    """Yield lines with the source of each configuration, of each value whose source differs from that of its
+    configuration, and of the costs of moves."""
     for engine in profile.configurations:
         yield f"{engine.id}: {_origin(engine.provenance)}"
         for name, provenance in engine.others:
@@ -309,7 +309,7 @@ def _origin(provenance: "Provenance") -> str:
 
 
 def _plot(profile: "Profile", path: Path) -> None:
-    """Plot step time over sequences, with an empty and with a half full KV cache."""
+    """Plot step time over the number of sequences, with an empty and with a half-full KV cache, to a PNG file."""
     from orchestrrl.core.charts import axes, save
 
     figure, [[axis]] = axes(width=8, height=5)

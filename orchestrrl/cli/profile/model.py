@@ -38,7 +38,7 @@ def predict(
 ) -> Output:
     """Predict step times, KV capacity and costs of candidate layouts from data sheets and fitted engine constants.
 
-    If possible, measure your own engines instead. `orchestrrl profile score` reports the error of such predictions.
+    If possible, measure your own engines instead. `orchestrrl profile score` reports the error of these predictions.
 
     Example: `orchestrrl profile predict Qwen/Qwen3-32B --gpu h100 --gpus 16 --out profile.yaml`
     """
@@ -113,7 +113,7 @@ def score(
         str, typer.Option(help="Predict by: roofline, or measured (rows of the same engine at other lengths).")
     ] = "roofline",
 ) -> Output:
-    """Compare predicted with measured time per output token, per row and as ratios between TP sizes.
+    """Compare the predicted with the measured time per output token, for each row and as ratios between TP sizes.
 
     Predictions are cross-validated. Constants are not fitted on the scored model, and profiles are not fitted on the
     scored prompt and output lengths. Rows that cannot be predicted are listed with the reason.
@@ -140,10 +140,10 @@ def fit(
     measured: MeasuredFile,
     out: Annotated[Path, typer.Option(help="The Python module to write.")] = Path("planner/cost/fitted.py"),
 ) -> Output:
-    """Fit the engine constants of the roofline model, once on all models and once without each model, and write them.
+    """Fit the engine constants of the roofline model, and write them to a Python module.
 
-    A later `profile score` reads its constants from that module: for each model, the constants that were fitted without
-    it.
+    The constants are fitted once on all models, and once without each model. `orchestrrl profile score` predicts each
+    model with the constants that were fitted without that model.
 
     Example: `orchestrrl profile fit silicon.csv --out planner/cost/fitted.py`
     """

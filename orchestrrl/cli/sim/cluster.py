@@ -45,7 +45,7 @@ def rate_of(row: "SummaryRow") -> str:
 
 
 def usd_of(row: "SummaryRow") -> str | None:
-    """Return the cost of the network as text, or None if no prices are known."""
+    """Return the cost of the network in millions of dollars as text, or None if no prices are known."""
     return f"{row.network_usd / 1e6:.2f} M$" if row.network_usd else None
 
 
@@ -54,12 +54,14 @@ def worth_of(row: "SummaryRow") -> str | None:
 
 
 def digits(value: float) -> str:
-    """Format a number with three significant digits, but never in scientific notation if it is large."""
+    """Format a number with three significant digits or, if it is 100 or more, as a whole number with thousands
+    separators."""
     return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
 
 
 def notes_of(results: "Sequence[ClusterResult]", out: Path | None) -> list[str]:
-    """Return the runs' notes as rich markup. Notes that differ only in numbers are merged and counted."""
+    """Return the legend, the notes of the runs and the location of the results as lines of rich markup. Notes that
+    differ only in numbers are merged and counted."""
     notes: dict[str, tuple[str, set[str]]] = {}
     for result in results:
         who = f"{result.run.fabric}, {result.run.arm}"
@@ -115,7 +117,7 @@ def run(
 
 @command
 def compare(scenario: Cluster, fabrics: Fabrics = "", arms: Arms = "", seeds: Seeds = "", out: Out = None) -> Output:
-    """Compare fabrics and arms: ratios to the first, and the Pareto frontier of throughput and network cost.
+    """Simulate fabrics and arms, and compare the throughput and network cost of each run with those of the first run.
 
     A mark in the column Pareto means that no other run has at least the same throughput at no higher cost.
 
@@ -172,7 +174,7 @@ def split(
     arm: Annotated[str, typer.Option(help="An arm of `sim gen`.")] = "verl_to",
     out: Out = None,
 ) -> Output:
-    """Search for the split of a cluster's GPUs between training and generation with the highest throughput.
+    """Find the split of a cluster's GPUs between training and generation that has the highest throughput.
 
     The sum of the scenario's train_gpus and gen_gpus is constant. Each split is simulated. All splits are printed, and
     the best split is marked.
@@ -222,9 +224,10 @@ def sweep(
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Also rerun the points that have results.")] = False,
 ) -> Output:
-    """Run every combination of values over a base scenario: `base: cluster64`, `grid: {cluster.nic_gbps: [100, 400]}`.
+    """Simulate a base scenario with every combination of the values in a file.
 
-    Points that have results are not run again, so that an interrupted sweep can be resumed. If a point fails, it is
+    The file has the form `{base: cluster64, grid: {cluster.nic_gbps: [100, 400]}}`. Each combination is a point. Points
+    that have results are not run again, so that an interrupted sweep can be resumed. If a point fails, the failure is
     reported, the other points are run, and the exit status is 1.
 
     Example: `orchestrrl sim sweep sweep.yaml --out out/sweep && orchestrrl sim report out/sweep`
@@ -289,7 +292,8 @@ def _ran(
 
 
 def _run_and_keep(scenario: "ClusterScenario", out: Path | None) -> "list[ClusterResult]":
-    """Simulate the cluster and store results as they arrive, so that a failure does not lose earlier results."""
+    """Simulate the cluster and return the results. If `out` is not None, store each result in this folder as it
+    arrives, so that a failure does not lose earlier results."""
     from orchestrrl.lab.sim.rl.run import run_cluster
 
     document, kept = scenario.document(), 0
@@ -309,7 +313,8 @@ def _run_and_keep(scenario: "ClusterScenario", out: Path | None) -> "list[Cluste
 
 
 def keep(out: Path, scenario: Mapping[str, Any], results: "Sequence[ClusterResult]") -> None:
-    """Store results. Raises Permanent if they cannot be written, for example because the disk is full."""
+    """Store results of a scenario in the folder `out`. Raises Permanent if the results cannot be written, for example
+    because the disk is full."""
     from orchestrrl.lab.sim.rl.results import write
 
     try:

@@ -1,5 +1,5 @@
-"""`orchestrrl sim gen`: simulate policies on fleets with the real control plane; and `orchestrrl sim paper`: reproduce
-the paper's figures."""
+"""`orchestrrl sim gen` and `sim paper`: simulate policies on fleets with the real control plane, and reproduce the
+paper's figures."""
 
 import logging
 from collections.abc import Callable
@@ -36,9 +36,9 @@ def gen(
     """Run generation steps of a scenario in virtual time, with static baselines and with OrchestrRL.
 
     Arms: verl_to (best static TP), verl_lo (widest engines within a node), partial_rollout, planning, balancing, both
-    (_paper: moves by the paper's rule), mean_only (no forecast), oracle (all lengths given to the planner),
-    packed_known (the best static fleet, packed by the true lengths), prompts_known (the best static fleet, packed by
-    the distribution of each prompt's lengths).
+    (planning and balancing), mean_only (no forecast), oracle (all lengths given to the planner), packed_known (the best
+    static fleet, packed by the true lengths), prompts_known (the best static fleet, packed by the distribution of each
+    prompt's lengths). The arms balancing_paper and both_paper move requests by the paper's rule.
 
     Example: `orchestrrl sim gen --example --plot out/sim`
     """
@@ -80,8 +80,8 @@ def or_faults(faults: list[str], check: Callable[[], Result]) -> Result | None:
 
 
 def check_folder(folder: Path | None, option: str) -> None:
-    """Raise ProblemFaults if a folder, or its closest existing parent, is not writable. This check precedes a long run
-    and creates nothing."""
+    """Raise ProblemFaults if `folder`, or its closest existing parent, is not a writable folder. This check precedes a
+    long run and creates nothing."""
     if folder is None:
         return
     there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
@@ -126,8 +126,8 @@ def paper(
 ) -> Output:
     """Reproduce the paper's figures from first principles and compare them with the reported values.
 
-    Differences of more than 15 % are explained. A full run takes under 30 minutes on two cores; an interrupted run is
-    resumed.
+    Differences of more than 15 % are explained. A full run takes under 30 minutes on two cores. To resume an
+    interrupted run, repeat the command.
 
     Example: `orchestrrl sim paper --quick --figures 15,20`
     """

@@ -54,7 +54,7 @@ async def history(
     client: ControlClient,
     limit: Annotated[int, typer.Option(min=1, max=MOST_PROFILED, help="Maximum number of versions.")] = SHOWN,
 ) -> Output:
-    """List the latest versions with their outcome, their total, transfer and install times, and the plan's estimate.
+    """List the latest weight versions with their outcomes and times, and compare transfers with the plan's estimate.
 
     Example: `orchestrrl sync history --limit 50`
     """
@@ -82,11 +82,12 @@ async def profile(
         Path | None, typer.Option(metavar="FILE", help="Plot the phases over time to a .png, .svg or .pdf file.")
     ] = None,
 ) -> Output:
-    """Show the time that each phase of a version took, and advice to reduce it.
+    """Show the time that each phase of a weight sync took, and advice to reduce the total time.
 
-    The share of a phase is its part of the critical path, from the trainer's first step until requests run with the new
-    version. Taking circuits down, and the wait for the pause barrier to close, are off the critical path. The times of
-    the transfer and of its edges are compared with the plan's estimate and with a lower bound for any plan.
+    The share of a phase is its part of the critical path, which extends from the first step of the sync in the trainer
+    until requests run with the new version. Taking circuits down, and the wait for the pause barrier to close, are off
+    the critical path. The times of the transfer and of its edges are compared with the plan's estimate and with a lower
+    bound for any plan.
 
     Example: `orchestrrl sync profile 12`
 
@@ -110,10 +111,10 @@ async def profile(
 
 @daemon_command
 async def watch(client: ControlClient, sync_id: SyncArgument = "", as_json: JsonFlag = False) -> Output:
-    """Follow a sync until it ends. Ctrl-C leaves it running.
+    """Follow a sync until it ends. Ctrl-C leaves the sync running.
 
-    Exit status 0: every engine has the version; 1: the fleet has the previous version, a newer version superseded it,
-    or engines are quarantined.
+    The exit status is 0 if every engine has the version. It is 1 if the fleet has the previous version, if a newer
+    version superseded this version, or if engines are quarantined.
 
     Example: `orchestrrl sync watch`
     """
@@ -133,9 +134,9 @@ async def watch(client: ControlClient, sync_id: SyncArgument = "", as_json: Json
 
 @daemon_command
 async def abort(client: ControlClient, sync_id: SyncArgument = "", reason: Reason = "") -> Output:
-    """Abort a sync that is not committed. Every engine keeps its version, or is rolled back to it.
+    """Abort a sync that is not committed. Every engine keeps its previous version or is rolled back to that version.
 
-    The command returns immediately. Use `orchestrrl sync watch` to wait for the end.
+    The command returns immediately. Use `orchestrrl sync watch` to wait for the end of the sync.
 
     Example: `orchestrrl sync abort --reason "loss is NaN"`
     """
@@ -145,7 +146,7 @@ async def abort(client: ControlClient, sync_id: SyncArgument = "", reason: Reaso
 
 @daemon_command
 async def install(client: ControlClient, sync_id: SyncArgument = "", reason: Reason = "") -> Output:
-    """Install a version now that is on every host and waits for the next pause (`install: next_pause`).
+    """Install immediately a version that is on every host and waits for the next pause (`install: next_pause`).
 
     Example: `orchestrrl sync install --reason "no rollout is running"`
     """
@@ -160,7 +161,8 @@ def _changed(message: "pb.SyncReport", what: str) -> Output:
 
 
 async def _profiled(client: ControlClient, version: int | None, last: int) -> "list[SyncReport]":
-    """Return the reports to profile, with their edges, newest first."""
+    """Return the reports of the syncs to profile, newest first. If `last` is 1, return only the report of `version`
+    (None: the latest version). Otherwise, return the reports of the latest `last` syncs that have ended."""
     if last == 1:
         return [_report(await client.call(client.weights.GetSync, pb.GetSyncRequest(version=version)))]
     listed = await client.call(client.weights.ListSyncs, pb.ListSyncsRequest(limit=last + UNDER_WAY))

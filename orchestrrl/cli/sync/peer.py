@@ -34,13 +34,13 @@ PeerFlags = make_dataclass(
 def peer(flags: Any) -> None:
     """Store weight versions on one host: receive them, forward them, and install them into the host's engines.
 
-    Run one peer on each host of a trainer or of engines. It carries out the daemon's orders. Versions are stored in a
-    folder, by default in memory, and verified by checksum after a restart. Trainers stage into the same folder. No
-    stored version is lost if the peer, the daemon, a trainer or an engine is killed.
+    Run one peer on each host of a trainer or of engines. The peer carries out the daemon's orders. Versions are stored
+    in a folder, by default in memory, and verified by checksum after a restart. Trainers stage their weights in the
+    same folder. No stored version is lost if the peer, the daemon, a trainer or an engine is killed.
 
     In an environment without OrchestrRL's dependencies, such as a trainer's or vLLM's, run `python -m
-    orchestrrl.weights.peer.main` with the package on the path. It requires grpcio, protobuf, pydantic, aiohttp,
-    prometheus-client, numpy and xxhash, and torch for the transports gloo and nccl (not for tcp).
+    orchestrrl.weights.peer.main` with the package on the Python path. It requires grpcio, protobuf, pydantic, aiohttp,
+    prometheus-client, numpy and xxhash. The transports gloo and nccl also require torch, but tcp does not.
 
     Example: `orchestrrl sync peer --id train0 --daemon 10.0.0.1:7070 --allow-remote --pod train0 --tor train0-tor0`
 

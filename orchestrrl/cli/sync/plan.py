@@ -16,15 +16,16 @@ ROWS_SHOWN = 30  # waves
 
 @problem_command("sync_plan")
 def plan(file: ProblemFile) -> Output:
-    """Plan a tree broadcast of new weights in waves: sender, receiver and byte range of each transfer.
+    """Plan a tree broadcast of new weights in waves, with the sender, receiver and byte range of each transfer.
 
-    The command reads one JSON problem. `link_gbps` is the rate of a circuit. `pods` have the maximum number of circuits
-    across their boundary, and `endpoints` have their PoD, ToR and NIC. `tor_circuits` contains the number of circuits
-    up from each ToR. `shards` have `bytes`, `holders` and `receivers`. `seeds_per_pod` is the maximum number of
-    endpoints of a PoD that receive the same bytes from outside. `chunk_bytes` and `hop_latency_s` describe pipelined
-    forwarding. Phase A crosses PoDs over circuits. Phase B fans out inside PoDs. The command prints the modelled time
-    of the waves, a lower bound for any plan, and the best time if every receiver is served directly by a holder.
-    Nothing is sent. Exit status 3: shards must cross a PoD or ToR that has no circuits.
+    The command reads one JSON problem. `link_gbps` is the rate of a circuit. Each of the `pods` has a maximum number of
+    circuits across its boundary, and each of the `endpoints` has a PoD, a ToR and the rate of its NIC. `tor_circuits`
+    contains the number of circuits up from each ToR. Each of the `shards` has `bytes`, `holders` and `receivers`.
+    `seeds_per_pod` is the maximum number of endpoints of a PoD that receive the same bytes from outside. `chunk_bytes`
+    and `hop_latency_s` describe pipelined forwarding. Phase A crosses PoDs over circuits. Phase B fans out inside PoDs.
+    The command prints the modelled time of the waves, a lower bound for any plan, and the best time if every receiver
+    is served directly by a holder. Nothing is sent. The exit status is 3 if shards must cross a PoD or ToR that has no
+    circuits.
 
     If PoDs have fixed links, such as existing circuits or Ethernet between sites, list them in `links` with the
     circuits per direction and their rate: `[{"a", "b", "circuits", "gbps"}]`. The plan then uses only these links.

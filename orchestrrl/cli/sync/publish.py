@@ -41,12 +41,13 @@ def publish(
 ) -> Output:
     """Publish a checkpoint folder of safetensors files, single or sharded, in the format of Hugging Face's libraries.
 
-    Use it to return to an earlier checkpoint or to test; trainers publish with `orchestrrl.weights.trainer.client`. Run
-    it on the host of a peer: the tensors are copied to the peer's folder. The command exits when the sync ends or, with
-    `--next-pause`, when every host has the version. Ctrl-C leaves the sync running.
+    Use this command to return to an earlier checkpoint or to test. Trainers publish with
+    `orchestrrl.weights.trainer.client` instead. Run the command on the host of a peer, because the tensors are copied
+    to the peer's folder. The command exits when the sync ends or, with `--next-pause`, when every host has the version.
+    Ctrl-C leaves the sync running.
 
-    Exit status 0: every engine has the version, or installs it at the next pause; 1: the fleet has the previous
-    version, or engines are quarantined.
+    The exit status is 0 if every engine has the version or installs it at the next pause. It is 1 if the fleet has the
+    previous version or engines are quarantined.
 
     Example: `orchestrrl sync publish checkpoints/step-400 --peer train0`
     """
@@ -70,7 +71,8 @@ def publish(
 
 
 def _pieces(folder: Path, peer: str, peer_folder: Path | None, daemon: str) -> "list[TensorPiece]":
-    """Return the tensors of the checkpoint. Raises ProblemFaults with all errors if arguments are invalid."""
+    """Return the tensors of the checkpoint in `folder`. Raises ProblemFaults with all errors if arguments are
+    invalid."""
     from orchestrrl.weights.peer.arguments import FOLDERS
     from orchestrrl.weights.trainer.staging import checkpoint_pieces
 

@@ -47,7 +47,8 @@ def status_lines(status: WeightsStatus, now_s: float) -> list[str]:
 
 
 def standing(report: SyncReport, now_s: float) -> list[str]:
-    """Return lines on the phase, the progress and the stragglers of a sync, or its outcome."""
+    """Return lines about the phase, the progress and the stragglers of a running sync, or about the outcome of an ended
+    sync."""
     if report.over:
         return [f"last: {outcome(report)}"]
     lines = [progress(report, now_s)]
@@ -60,7 +61,7 @@ def standing(report: SyncReport, now_s: float) -> list[str]:
 
 
 def progress(report: SyncReport, now_s: float) -> str:
-    """Return a line such as `version 8 (sync-8): carrying, phase A for 3.2 s, attempt 2`."""
+    """Return a line about a running sync, such as `version 8 (sync-8): carrying, phase A for 3.2 s, attempt 2`."""
     lasting = [took for took in report.phases if took.ended_s is None]
     doing = (
         f", {phase_text(lasting[-1].phase)} for {duration(max(0.0, now_s - lasting[-1].began_s))}" if lasting else ""
@@ -75,7 +76,7 @@ def named(report: SyncReport) -> str:
 
 
 def arrived(report: SyncReport) -> str:
-    """Return a progress bar and the bytes that arrived over all edges."""
+    """Return a line with a progress bar and the number of bytes that have arrived over all edges."""
     mended = f", {report.mended_edges} of {report.edges} edges failed and were replaced" if report.mended_edges else ""
     over = f"over {report.edges} edges ({size(report.bytes)} of weights){mended}"
     if not report.carried_bytes:
@@ -85,7 +86,7 @@ def arrived(report: SyncReport) -> str:
 
 
 def late_text(report: SyncReport) -> str:
-    """Return the ranks or engines that the sync waits for, or an empty string."""
+    """Return the late ranks or engines, for which the sync waits, as text. Return an empty string if none is late."""
     if report.state is SyncState.PUBLISHING:
         missing = sorted(set(range(report.world)) - set(report.published))
         return f"not published yet: ranks {ranges(missing)} of {report.world}" if missing else ""
@@ -103,7 +104,7 @@ def late_text(report: SyncReport) -> str:
 
 
 def outcome(report: SyncReport) -> str:
-    """Return a line such as `version 7 (sync-7): done in 4 s: 2 engines have it`."""
+    """Return a line about the outcome of a sync, such as `version 7 (sync-7): done in 4 s: 2 engines have it`."""
     took = profile(report)
     colour = "yellow" if report.code == "some_quarantined" else COLOURS.get(report.state, "cyan")
     code = "" if report.code in ("", report.state) else f" ({escape(report.code)})"
@@ -112,7 +113,8 @@ def outcome(report: SyncReport) -> str:
 
 
 def news(before: SyncReport | None, report: SyncReport) -> Iterator[str]:
-    """Yield a line of plain text for each change since the report `before`."""
+    """Yield a line with rich markup for each change since the report `before`, or since the start if `before` is
+    None."""
     if report.over:
         yield outcome(report)
         return
@@ -124,19 +126,19 @@ def news(before: SyncReport | None, report: SyncReport) -> Iterator[str]:
 
 
 def picture(report: SyncReport) -> Text:
-    """Return the state of the sync as a picture for a terminal, which is redrawn while the sync runs."""
+    """Return the state of the sync for display in a terminal. The display is refreshed while the sync runs."""
     return Text.from_markup("\n".join(standing(report, time.time())), overflow="fold")
 
 
 def failure(report: SyncReport) -> str | None:
-    """Return the error message with which the command fails, or None if every engine has the version."""
+    """Return an error message for a sync that did not succeed, or None if every engine has the version."""
     if is_well(report):
         return None
     return f"version {report.version} is {report.state}: {report.detail or report.code or 'no reason given'}"
 
 
 def is_well(report: SyncReport) -> bool:
-    """Return whether every engine of the fleet has the version."""
+    """Return whether the sync is done and every engine of the fleet has the version."""
     return report.state is SyncState.DONE and report.code != "some_quarantined"
 
 
@@ -194,8 +196,8 @@ def history_table(reports: Sequence[SyncReport], now_s: float) -> Table:
 
 
 def phases_table(title: str, profiles: Sequence[SyncProfile]) -> Table:
-    """Return a table with a row per phase: its duration, or the median and longest duration over several versions, and
-    its share."""
+    """Return a table with a row for each phase. A row contains the duration of the phase and its share of the critical
+    path. For several profiles, it contains the median and the longest duration."""
     whole_s, several = sum(each.whole_s for each in profiles), len(profiles) > 1
     took: dict[SyncPhase | None, list[tuple[float, int, float]]] = {phase: [] for phase in (*SyncPhase, None)}
     for each in profiles:
@@ -233,7 +235,8 @@ def profile_lines(profile: SyncProfile) -> list[str]:
 
 
 def transfer_text(profile: SyncProfile) -> str:
-    """Return a line such as `transfer: 2 s, 50 % of the total, 16 Gb/s over all edges; 1.11 x the estimate, ...`."""
+    """Return a line about the transfer of a sync, such as `transfer: 2 s, 50 % of the total, 16 Gb/s over all edges;
+    ...`."""
     report = profile.report
     rate = f", {profile.carried_gbps:.3g} Gb/s over all edges" if profile.carried_gbps else ""
     against = [
@@ -251,8 +254,8 @@ def transfer_text(profile: SyncProfile) -> str:
 
 
 def path_text(profile: SyncProfile) -> str:
-    """Return the phases of the critical path in the order of time, such as `gather 500 ms, phase A 2 s`. Short phases
-    are left out."""
+    """Return the phases of the critical path in chronological order, such as `gather 500 ms, phase A 2 s`. Short phases
+    are omitted."""
     stretches: list[tuple[SyncPhase | None, float]] = []
     for stretch in profile.path:
         if stretch.phase in BESIDE or stretch.seconds < PATH_SHARE * profile.whole_s:
@@ -265,8 +268,8 @@ def path_text(profile: SyncProfile) -> str:
 
 
 def advice_lines(profiles: Sequence[SyncProfile]) -> list[str]:
-    """Return one line per kind of advice, with the text for the newest sync that it applies to and the number of such
-    syncs."""
+    """Return one line for each kind of advice. The line contains the advice for the newest sync to which this kind
+    applies, and the number of syncs to which it applies."""
     found: dict[str, list[Advice]] = {}
     for took in profiles:
         for each in advice(took):

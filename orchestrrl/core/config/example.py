@@ -1,5 +1,5 @@
-"""An example of the daemon's configuration that shows every section with its defaults. `check-config --print-example`
-prints it."""
+"""An example of the daemon's configuration that shows every section with its defaults. `orchestrrl check-config
+--print-example` prints this example."""
 
 from importlib.resources import files
 

@@ -1,4 +1,4 @@
-"""Configuration sections for starting and stopping engines: `fleet.launch`, `fleet.deployer` and layouts."""
+"""Configuration sections for starting and stopping engines: `fleet.launch`, `fleet.deployer`, and parallel layouts."""
 
 from enum import StrEnum
 from typing import Annotated, Any, Self
@@ -23,8 +23,8 @@ Words = Annotated[tuple[str, ...], Field(strict=False)]
 
 
 class ParallelismSection(Section):
-    """A parallel layout of an engine. If `attention_gpus` and `ffn_gpus` are set, attention and FFN are disaggregated
-    (AFD)."""
+    """A parallel layout of an engine. If `attention_gpus` and `ffn_gpus` are set, attention and FFN run on separate
+    GPUs (AFD)."""
 
     tp: PositiveInt = 1
     dp: PositiveInt = 1
@@ -44,14 +44,14 @@ class ParallelismSection(Section):
 
 
 class ConfigurationLaunch(Section):
-    """Settings for starting the engines of one configuration, in addition to the common settings."""
+    """Settings for starting the engines of one configuration, in addition to those of `fleet.launch`."""
 
     arguments: Words = ()
     environment: dict[str, str] = Field(default_factory=dict)
 
 
 class LaunchSettings(Section):
-    """Settings for starting engines. Paths are paths on the engines' machines."""
+    """Settings for starting engines. Paths refer to the file systems of the engines' machines."""
 
     engine: Annotated[EngineProduct, Field(strict=False)] = EngineProduct.VLLM
     # the Python of the engines' environment; default: python3, or the daemon's Python for simulated engines
@@ -80,24 +80,24 @@ class LaunchSettings(Section):
 
 
 class Standby(StrEnum):
-    """The treatment of engines that a redeployment replaces and that support sleep mode."""
+    """What a redeployment does with the engines that it replaces, if they support sleep mode."""
 
     STOP = "stop"
     KEEP = "keep"  # they sleep, so that a later redeployment can wake them
 
 
 class DeployerSettings(Section):
-    """The choice of the component that starts and stops engines, and the time limits of a redeployment's steps."""
+    """Settings of the deployer, which starts and stops engines, and the time limits of a redeployment's steps."""
 
     product: Name = "local"
     options: dict[str, Any] = Field(default_factory=dict)  # options of the deployer product
     name: Name = "orchestrrl"  # name of the fleet, which marks its engines on machines shared between fleets
     folder: Name = "orchestrrl-engines"  # for records and logs
     standby: Annotated[Standby, Field(strict=False)] = Standby.STOP
-    drain_within_s: NonNegativeFloat = 30.0  # time for requests that cannot move to finish
+    drain_within_s: NonNegativeFloat = 30.0  # time in which requests that cannot move may finish
     stop_within_s: PositiveFloat = 60.0
     start_within_s: PositiveFloat = 60.0
-    ready_within_s: PositiveFloat = 600.0  # from an engine's start until it answers
+    ready_within_s: PositiveFloat = 600.0  # time from an engine's start until it responds
     load_within_s: PositiveFloat = 300.0  # time limit for loading weights
     check_within_s: PositiveFloat = 120.0  # time limit for warm-up and verification
     # A new engine must assign similar probabilities to an answer of the old engines: limit for the mean difference of

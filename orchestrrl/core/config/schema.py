@@ -35,8 +35,8 @@ Url = Annotated[str, AfterValidator(check_url)]
 
 
 class LoopbackListener(Section):
-    """The listen address of a server. Because clients are not authenticated yet, addresses other than loopback must be
-    enabled explicitly."""
+    """The listen address of a server. Because clients are not authenticated yet, addresses other than loopback require
+    `allow_remote`."""
 
     # allow_remote is declared first because the check of the address reads it.
     allow_remote: bool = False
@@ -59,7 +59,7 @@ class ListenSettings(LoopbackListener):
 
 class JournalSettings(Section):
     path: Name = "orchestrrl-journal.sqlite"
-    # The oldest entries beyond this are dropped, except those of open operations and live overrides.
+    # The oldest entries beyond this number are dropped, except those of open operations and live overrides.
     max_entries: Annotated[int, AfterValidator(require(lambda value: value >= 1000, ">= 1000"))] = 1_000_000
 
 
@@ -88,7 +88,7 @@ class FastSettings(SectionWithFormer):
 
 
 class SlowSettings(Section):
-    """Settings of the slow loop, which selects the fleet's configuration."""
+    """Settings of the slow loop, which selects the configurations of the fleet's engines."""
 
     interval_s: PositiveFloat = 30.0
     epsilon_s: NonNegativeFloat = 10.0  # minimum gain of a reconfiguration beyond its cost
@@ -98,7 +98,7 @@ class SlowSettings(Section):
     stale_after_s: PositiveFloat = 10.0
     scenarios: PositiveInt = 8  # samples of the lengths on which plans are evaluated
     work_budget: PositiveInt | None = 100_000  # limit of the solver's search; null: chosen by the solver
-    # of lengths; other values serve comparisons
+    # the planner's knowledge of lengths; other values serve comparisons
     knowledge: Annotated[Knowledge, Field(strict=False)] = Knowledge.FORECAST
     correct_predictions: bool = True  # correct predictions by the outcomes of earlier steps
 
@@ -109,7 +109,8 @@ class GpuSettings(Section):
 
 
 class ConfigurationSettings(Section):
-    """One configuration in which engines can run, as used by `orchestrrl plan solve`."""
+    """A configuration in which engines can run. Apart from `parallelism`, its fields are those of a configuration in a
+    problem of `orchestrrl plan solve`."""
 
     id: Name
     gpus: PositiveInt
@@ -156,14 +157,14 @@ class EngineSettings(Section):
 
 
 class KvConnector(StrEnum):
-    """The KV connectors of engines that gateways support."""
+    """The supported connectors for transferring KV caches between engines."""
 
     KV_HANDOVER = "kv_handover"  # OrchestrRL's own, see docs/kv-handover.md
 
 
 class KvTransfer(Section):
-    """Enables engines to transfer the KV cache of running requests to each other. Costs that are not set here must be
-    in the profile's `moves`."""
+    """Settings that let engines transfer the KV cache of running requests to each other. Costs that are not set here
+    must be in the profile's `moves`."""
 
     # All engines use this connector; engines of one configuration share a directory. None: KV transfer is only priced
     # in plans.
@@ -189,11 +190,12 @@ class FleetSettings(Section):
     _profile: "Profile | None" = None  # content of the file when the configuration was read
 
     def profile_value(self) -> "Profile | None":
-        """Return the profile that `profile` names, with its curves, or None if no profile is configured."""
+        """Return the profile that was read from the file `profile`, or None if no profile is configured."""
         return self._profile
 
     def configuration_values(self) -> tuple[Configuration, ...]:
-        """Return the configurations listed in this section, followed by the profile's configurations in affine form."""
+        """Return the configurations listed in this section, followed by those of the profile. The step times of the
+        profile are approximated by affine functions."""
         profiled = self._profile.configurations if self._profile is not None else ()
         return (
             *(configuration.value() for configuration in self.configurations),
@@ -201,14 +203,14 @@ class FleetSettings(Section):
         )
 
     def layouts(self) -> dict[ConfigurationId, Parallelism]:
-        """Return the layout over GPUs of each configuration in `configuration_values`."""
+        """Return the parallel layout of each configuration in `configuration_values`."""
         profiled = self._profile.configurations if self._profile is not None else ()
         own = {ConfigurationId(configuration.id): configuration.layout() for configuration in self.configurations}
         return own | {engine.id: engine.parallelism for engine in profiled}
 
 
 class PacketSideSettings(Section):
-    """A ToR's interface to the permanent electrical network, and the ToR's address there."""
+    """A ToR's interface to the permanent electrical network, and the ToR's address in that network."""
 
     interface: Name
     address: Name
@@ -220,17 +222,17 @@ class RouterSettings(Section):
     tor: Name
     driver: Name
     options: dict[str, Any] = Field(default_factory=dict)
-    address: Name  # the router's address, for which it answers on every interface
+    address: Name  # the router's address, to which it responds on every interface
     prefixes: tuple[Name, ...] = Field(default=(), strict=False)  # prefixes of the hosts behind the router
     interfaces: tuple[Name, ...] = Field(strict=False)  # interfaces of its fibres, in the order of the site's file
     packet_side: PacketSideSettings | None = None
 
 
 class ReroutingSettings(Section):
-    """Settings for changes of the routers' routes."""
+    """Settings for changing the routes of routers when circuits change."""
 
     link_up_s: NonNegativeFloat = 2.0  # time limit for light after the switches have changed
-    neighbour_s: NonNegativeFloat = 1.0  # time limit for the answer of the ToR at the far end
+    neighbour_s: NonNegativeFloat = 1.0  # time limit for the response of the ToR at the far end
     settle_s: NonNegativeFloat = 0.002  # wait for packets in transit on a circuit whose routes were removed
     poll_s: PositiveFloat = 5.0  # interval of checks for dark links and failed routers
     # The cost of the packet side as a number of successive circuits; null: packets use it only if no circuits exist.
@@ -241,7 +243,7 @@ Share = Annotated[float, Field(strict=False, ge=0, le=1)]
 
 
 class FabricSettings(Section):
-    """Settings for the timing and the safety margins of circuit changes."""
+    """Settings of the optical fabric: its site and routers, and the timing and safety margins of circuit changes."""
 
     site: Name  # path of a site file, relative to the configuration's folder
     # A window is used if its length, except in this share of cases, has covered the time of a commit and this margin.
@@ -253,8 +255,8 @@ class FabricSettings(Section):
     boundary_within_s: PositiveFloat = 60.0  # the same for a boundary, where the job is idle
     min_fraction: Share = 0.5  # fraction of its circuits that an endpoint keeps at every point of a change
     max_moves_per_stage: PositiveInt = 1024
-    # From link up until packets use it: used if routers follow links on their own (none listed here), and otherwise
-    # until it is measured.
+    # Time from link up until packets use the link. This value is used if routers follow links on their own (none are
+    # listed here), and otherwise until the time is measured.
     route_s: NonNegativeFloat = 0.0
     routers: tuple[RouterSettings, ...] = Field(default=(), strict=False)
     rerouting: ReroutingSettings = ReroutingSettings()
@@ -312,5 +314,5 @@ class Config(Section):
     _site: "Site | None" = None  # content of its file when the configuration was read
 
     def site_value(self) -> "Site | None":
-        """Return the site that `fabric.site` names."""
+        """Return the site that was read from the file `fabric.site`, or None if no site is configured."""
         return self._site

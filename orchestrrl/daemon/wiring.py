@@ -55,7 +55,7 @@ FIRST_ROUTE_S = 1.0  # assumed duration of a route change before one was measure
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonEdges:
     """The external dependencies of a daemon, other than its nodes, and the function that runs its computations. By
-    default there are no devices, and computations run in the calling thread."""
+    default, the daemon controls no switches and deploys no engines, and computations run in the calling thread."""
 
     drivers: Mapping[str, OcsDriver] = field(default_factory=dict)  # by switch id
     deployment: FleetDeployment | None = None
@@ -79,7 +79,8 @@ class FabricParts:
 
 @dataclass(frozen=True, slots=True)
 class WeightSyncParts:
-    """The daemon's parts that control weight syncs. `syncs` runs as a task; peers attach to `hub`."""
+    """The daemon's parts that control weight syncs. The daemon runs `syncs.run` as a task. The processes that send and
+    receive weights (peers) attach to `hub`."""
 
     hub: PeerHub
     syncs: WeightSync
@@ -266,8 +267,8 @@ def weights_of(
 
 
 def source_of(version: int, hub: PeerHub) -> str:
-    """Return the folder from which engines started later can load a version. Every peer that serves engines must have
-    the complete version under the same path. Returns an empty string if there is no such folder."""
+    """Return the folder from which engines that start later can load the version. Such a folder exists only if every
+    peer that serves engines has the complete version under the same path. Otherwise, return an empty string."""
     peers = [peer for peer in hub.attached().values() if peer.engines or peer.serves or peer.ranks_of]
     folders = {peer.folder for peer in peers}
     if len(folders) != 1 or "" in folders:
@@ -277,8 +278,8 @@ def source_of(version: int, hub: PeerHub) -> str:
 
 
 class BarrierFence:
-    """The interface of the fleet's pause barrier for weight syncs. `source` returns the folder of a version that
-    engines started later can read, or an empty string."""
+    """Adapts the fleet's pause barrier to the interface that weight syncs use. `source` returns the folder from which
+    engines that start later can load a version, or an empty string if there is no such folder."""
 
     def __init__(self, barrier: PauseBarrier, nodes: NodeRegistry, source: Callable[[int], str]) -> None:
         self._barrier = barrier

@@ -1,8 +1,9 @@
 """The protocols that clients of inference engines implement.
 
 Engines are a plug point: one module per product, registered in the entry-point group `orchestrrl.engines`. Every
-implementation passes `orchestrrl/engines/conformance.py`. Implementations raise `Retryable` (unreachable or busy),
-`Permanent` (the engine rejects the request) and `OutcomeUnknown` (the connection broke after the request was sent).
+implementation passes `orchestrrl/engines/conformance.py`. Implementations raise `Retryable` (the engine is unreachable
+or busy), `Permanent` (the engine rejects the request) and `OutcomeUnknown` (the connection broke after the request was
+sent).
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -44,8 +45,9 @@ class EngineCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class EngineSample:
-    """One sample of an engine's metrics. Totals are counters since the engine's start. `prompt_tokens_total` excludes
-    prompt tokens whose KV was loaded. The agent adds the times and the decode rate (agent/watch.py)."""
+    """One sample of an engine's metrics. Totals count from the engine's start. `prompt_tokens_total` excludes prompt
+    tokens whose KV was loaded instead of computed. The agent adds `sampled_s`, `scrape_s` and `decode_tokens_per_s`
+    (agent/watch.py)."""
 
     running: int
     waiting: int
@@ -63,7 +65,7 @@ class EngineSample:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probability of one generated token, and of the requested alternatives."""
+    """The log-probabilities of one generated token and of the requested alternatives to it."""
 
     token: str
     logprob: float
@@ -72,8 +74,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One attempt at a request on one engine. `body` is the OpenAI body without `stream` and `return_token_ids`, which
-    the engine client sets. If the body has `n`, its value is 1."""
+    """One attempt at a request on one engine. `body` is the OpenAI body. Unless `verbatim` is True, it lacks `stream`
+    and `return_token_ids`, which the engine client adds, and its `n` is absent or 1."""
 
     request_id: str  # unique per attempt; `abort` takes it
     endpoint: CompletionEndpoint
@@ -85,8 +87,8 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of an answer. The last chunk of a stream has a finish_reason. If a stream ends without such a chunk, the
-    implementation raises OutcomeUnknown."""
+    """A part of an answer. The last chunk of a stream has a finish_reason. If a stream ends without such a chunk,
+    `Engine.generate` raises OutcomeUnknown."""
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
@@ -103,7 +105,8 @@ class Chunk:
 
 
 class RequestRefused(Permanent):
-    """The engine rejected the request. `status` is its HTTP status, and `body` its error object for the client."""
+    """The engine rejected the request. `status` is the HTTP status of the engine's answer, and `body` is the error
+    object for the client."""
 
     def __init__(self, message: str, status: int, body: Mapping[str, Any]) -> None:
         super().__init__(message)
@@ -116,7 +119,8 @@ class NoConnection(Retryable):
 
 
 class ObservedEngine(Protocol):
-    """A client that reads the state of one engine. Construction opens nothing; `close` releases connections."""
+    """A client that reads the state of one engine. Construction opens no connections. `close` releases all
+    connections."""
 
     url: str
 
@@ -132,7 +136,8 @@ class ObservedEngine(Protocol):
         ...
 
     async def probe(self) -> float:
-        """Run a completion of one token and return its duration in seconds. Raises an OrchestrRLError if it fails."""
+        """Run a completion of one token and return its duration in seconds. Raises an OrchestrRLError if the completion
+        fails."""
         ...
 
     async def close(self) -> None: ...
@@ -142,8 +147,8 @@ class Engine(ObservedEngine, Protocol):
     """A client that sends requests to one engine."""
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
-        """Send one request and stream its chunks. If the caller closes the iterator before a chunk with a finish_reason
-        arrives, the connection is closed, which aborts the request on the engine."""
+        """Send one request and yield the chunks of its answer. If the caller closes the iterator before a chunk with a
+        finish_reason arrives, the connection is closed, which aborts the request on the engine."""
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -178,11 +183,12 @@ class WeightsEngine(Protocol):
 
     async def load_weights(self, folder: Path | str, version: int, known_sum: str | None = "") -> LoadedWeights:
         """Load a checkpoint from a folder on the engine's host, discard all KV, and set the version. Afterwards the
-        engine is paused only if it was paused before. `known_sum` is the folder's checksum if it is already known. If
-        it is None, no checksum is required, and the engine need not support setting a version.
+        engine is paused only if it was paused before. `known_sum` is the folder's checksum, or "" if the checksum is
+        not known yet. If `known_sum` is None, no checksum is required, and the engine need not support setting a
+        version.
 
         Raises Retryable or Permanent if the engine still has its old weights. Raises OutcomeUnknown if the engine may
-        have other weights or a mixture of two versions; it then stays paused until a load succeeds."""
+        have other weights or a mixture of two versions. The engine then stays paused until a load succeeds."""
         ...
 
     async def takes_sums(self) -> bool:
@@ -192,17 +198,18 @@ class WeightsEngine(Protocol):
         ...
 
     async def loaded(self) -> LoadedWeights | None:
-        """Return the weights that the engine reports; None if it reports no version, for example after a restart."""
+        """Return the weights that the engine reports, or None if it reports no version, for example after a restart."""
         ...
 
     async def continue_greedily(self, prompt_ids: Sequence[int], max_tokens: int) -> tuple[int, ...]:
-        """Return up to `max_tokens` greedy tokens after the prompt, ignoring end-of-text. A paused engine runs for this
-        request and is paused again afterwards, even if the request fails."""
+        """Return up to `max_tokens` tokens that the engine generates greedily after the prompt, ignoring end-of-text. A
+        paused engine runs for this request and is paused again afterwards, even if the request fails."""
         ...
 
 
 def weights_engine(engine: ObservedEngine) -> WeightsEngine:
-    """Return the client's `weights`. Raises Permanent if the product cannot load weights while running."""
+    """Return the client's interface for loading weights (`weights`). Raises Permanent if the engine product cannot load
+    weights while it is running."""
     weights: WeightsEngine | None = getattr(engine, "weights", None)
     if weights is None:
         raise Permanent(f"{engine.url}: {type(engine).__name__} does not support loading weights while running")
@@ -211,8 +218,8 @@ def weights_engine(engine: ObservedEngine) -> WeightsEngine:
 
 @dataclass(frozen=True, slots=True)
 class TransferEnds:
-    """The receiving side of a direct weight transfer from a trainer: the transfer backend and the number of workers of
-    the engine."""
+    """The receiving side of a direct weight transfer from a trainer: the engine's transfer backend and the number of
+    its workers."""
 
     backend: str  # empty: the engine was started without one
     workers: int
@@ -220,8 +227,8 @@ class TransferEnds:
 
 class TransferEngine(Protocol):
     """Transfers weights from a trainer's process into one engine with the product's own mechanism. The engine must be
-    paused from `start` on, and stays paused. It reports no version between `start` and `finish`. From `start` on,
-    methods raise Permanent or Retryable if the engine is unchanged, and OutcomeUnknown if the engine may have
+    paused when `start` is called, and it stays paused. It reports no version between `start` and `finish`. From `start`
+    on, methods raise Permanent or Retryable if the engine is unchanged, and OutcomeUnknown if the engine may have
     changed."""
 
     async def ends(self) -> TransferEnds: ...
@@ -241,8 +248,8 @@ class TransferEngine(Protocol):
         ...
 
     async def begin(self) -> None:
-        """Begin a transfer that does not use the product's own mechanism. `call_workers` then calls a method of all
-        workers, and `end` replaces `finish`."""
+        """Begin a transfer that does not use the product's own mechanism. In such a transfer, `call_workers` calls a
+        method of every worker, and `end` replaces `finish`."""
         ...
 
     async def call_workers(self, method: str, arguments: Sequence[Any], within_s: float) -> None: ...
@@ -251,7 +258,8 @@ class TransferEngine(Protocol):
 
 
 def transfer_engine(engine: Engine) -> TransferEngine:
-    """Return the client's `transfers`. Raises Permanent if the product does not support such transfers."""
+    """Return the client's interface for weight transfers from a trainer (`transfers`). Raises Permanent if the engine
+    product does not support such transfers."""
     transfers: TransferEngine | None = getattr(engine, "transfers", None)
     if transfers is None:
         raise Permanent(f"{engine.url}: {type(engine).__name__} does not support weight transfers from a trainer")
@@ -269,15 +277,15 @@ ENGINES = PlugPoint(
 
 
 def connect(name: str, url: str, **options: Any) -> Engine:
-    """Return a client of engine product `name` at `url`. Raises Permanent, listing the known products, if `name` is
-    unknown."""
+    """Return a client for an engine of the product `name` at `url`. Raises Permanent, listing the known products, if
+    `name` is unknown."""
     engine: Engine = ENGINES.load(name)(url, **options)
     return engine
 
 
 @dataclass(frozen=True, slots=True)
 class ReportedLayout:
-    """The parallel layout that the engine reports. A field is None if the engine does not report it."""
+    """The parallel layout that an engine reports. A field is None if the engine does not report it."""
 
     tp: int | None = None
     pp: int | None = None
@@ -291,8 +299,8 @@ class ReportedLayout:
 
 @dataclass(frozen=True, slots=True)
 class AnswerExcerpt:
-    """A greedy continuation of `prompt_ids` by one engine, with the natural log-probability of each token of
-    `token_ids`."""
+    """The tokens `token_ids` that one engine generated greedily after `prompt_ids`, with the natural logarithm of each
+    token's probability."""
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -300,10 +308,10 @@ class AnswerExcerpt:
 
 
 class ManagedEngine(ObservedEngine, Protocol):
-    """A client for the engines that a redeployment starts. It reads the layout and the weight version, compares answers
-    with those of earlier engines, and puts the engine to sleep. It can also load weights (`weights_engine`).
-    `capabilities` reports which features the engine supports; methods of unsupported features raise Permanent.
-    `managed_conformance.py` tests the protocol."""
+    """A client for an engine that a redeployment starts. It reads the layout and the weight version, compares the
+    engine's answers with those of earlier engines, and puts the engine to sleep. It can also load weights
+    (`weights_engine`). `capabilities` reports which features the engine supports. Methods of unsupported features raise
+    Permanent. `managed_conformance.py` tests the protocol."""
 
     async def layout(self) -> ReportedLayout: ...
 
@@ -336,11 +344,12 @@ class ManagedEngine(ObservedEngine, Protocol):
     async def asleep(self) -> bool: ...
 
     async def scale(self, dp: int) -> None:
-        """Scale to `dp` data-parallel replicas (elastic expert parallelism). The engine selects the GPUs itself."""
+        """Scale the engine to `dp` data-parallel replicas (elastic expert parallelism). The engine selects the GPUs
+        itself."""
         ...
 
 
 def connect_managed(product: str, url: str, timeout_s: float = 10.0) -> ManagedEngine:
-    """Return a client of the engine product at `url`. Raises Permanent if the product is unknown."""
+    """Return a client for an engine of `product` at `url`. Raises Permanent if the product is unknown."""
     engine: ManagedEngine = ENGINES.load(product)(url, timeout_s=timeout_s)
     return engine

@@ -8,9 +8,9 @@
             await engine.close()
 
 The engine must be idle and run few sequences at once (for example 4), with a context length of 16,384 tokens and a KV
-cache of little more than that. If it generates more than 50 tokens/s for requests of 1,000 tokens or more, tests that
-abort or pause requests may act too late. It must implement vLLM's HTTP API. If the simulated engine and vLLM differ,
-vLLM is the reference.
+cache of only slightly more tokens. If it generates more than 50 tokens/s for requests of 1,000 tokens or more, tests
+that abort or pause requests may act too late. It must implement vLLM's HTTP API. If the simulated engine and vLLM
+differ, vLLM is the reference.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ class ConformanceRequest:
         return self.chunks[-1].finish_reason if self.chunks else None
 
     async def done(self) -> "ConformanceRequest":
-        """Wait for the end of the request. Raises the error of a failed request."""
+        """Wait until the request has ended, and return it. Raises the request's error if the request failed."""
         assert self.task is not None
         async with asyncio.timeout(DEADLINE_S):
             await self.task
@@ -120,8 +120,8 @@ class EngineUnderTest:
             run.chunks.append(chunk)
 
     async def until(self, condition: Callable[[EngineSample], bool]) -> EngineSample:
-        """Poll the metrics until the condition holds, and return the sample. Polls without an answer are repeated,
-        because an engine may be too busy to answer for a while."""
+        """Poll the engine's metrics until the condition holds, and return the last sample. An unanswered poll is
+        repeated, because an engine may be too busy to answer for a while."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 with suppress(Retryable):
@@ -140,8 +140,8 @@ class EngineUnderTest:
         return await self.until(lambda m: m.running == 0 and m.waiting == 0 and m.kv_usage_fraction == 0)
 
     async def fill(self, tokens: int = LONG_TOKENS) -> tuple[list[ConformanceRequest], list[ConformanceRequest]]:
-        """Start as many requests of `tokens` tokens as the engine can run at once, and queue two more short requests.
-        Returns the running and the waiting requests."""
+        """Start as many requests of `tokens` tokens as the engine can run at once, and queue two short requests.
+        Returns the running requests and the waiting requests."""
         running = [self.start([*PROMPT, seat], max_tokens=tokens) for seat in range(self.seats)]
         await self.until_all_answer(*running)
         waiting = [self.start([*PROMPT, 100 + seat], max_tokens=50) for seat in range(2)]
@@ -149,7 +149,7 @@ class EngineUnderTest:
         return running, waiting
 
     async def clear(self) -> None:
-        """Resume the engine, cancel all requests, and wait until it is idle."""
+        """Resume the engine, cancel all requests, and wait until the engine is idle."""
         await self.engine.resume()
         tasks = [run.task for run in self._started if run.task is not None]
         for task in tasks:
@@ -160,7 +160,7 @@ class EngineUnderTest:
 
 @asynccontextmanager
 async def at(engine: Engine) -> AsyncIterator[EngineUnderTest]:
-    """Yield the helpers for one test on an idle engine, and clean up afterwards."""
+    """Wait until the engine is idle, yield the helpers for one test, and clean up afterwards."""
     bench = EngineUnderTest(engine, await engine.capabilities())
     await bench.until_idle()
     try:
@@ -170,7 +170,8 @@ async def at(engine: Engine) -> AsyncIterator[EngineUnderTest]:
 
 
 async def post(engine: Engine, path: str, body: Any) -> tuple[int, Any]:
-    """Send one plain HTTP request, for endpoints outside the Engine protocol. Returns the status and JSON answer."""
+    """Send one plain HTTP request, for endpoints outside the Engine protocol. Returns the status and the JSON
+    answer."""
     async with aiohttp.ClientSession() as session:
         async with session.post(engine.url + path, json=body) as response:
             return response.status, await response.json()

@@ -1,8 +1,8 @@
 """An HTTP/1.1 client for engines, optimised for answers that arrive in many small pieces.
 
-httptools parses the answers. A connection is reused after its answer was read to the end. Closing an exchange earlier
-closes its connection, which makes the engine abort the request. A general-purpose client needs several times more CPU
-time per request and per piece.
+httptools parses the answers. A connection is reused after its answer has been read to the end. Closing an exchange
+earlier closes its connection, which makes the engine abort the request. A general-purpose client would need several
+times more CPU time per request and per piece.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ MOST_PENDING_BYTES = 1 << 20  # unread bytes of an answer at which reading from 
 
 
 class EngineConnection(asyncio.Protocol):
-    """One connection to an engine, with the answer that is currently read from it."""
+    """One connection to an engine, with the answer that is currently being read."""
 
     def __init__(self, pool: "ConnectionPool") -> None:
         self._pool = pool
@@ -68,13 +68,14 @@ class EngineConnection(asyncio.Protocol):
         self._transport.write(request)
 
     async def read_head(self) -> None:
-        """Wait for `status` and `headers`. Raises OutcomeUnknown if the connection breaks, and Permanent if the answer
-        is not HTTP."""
+        """Wait until the status and headers of the answer have arrived in `status` and `headers`. Raises OutcomeUnknown
+        if the connection breaks, and Permanent if the answer is not HTTP."""
         while not self.status:
             await self._wait()
 
     async def read(self) -> bytes:
-        """Wait for the next bytes of the body and return them; b"" at its end. Raises the errors of `read_head`."""
+        """Wait for the next bytes of the body and return them, or return b"" at the end of the body. Raises the same
+        errors as `read_head`."""
         while not self._pieces:
             if self.ended:
                 return b""
@@ -235,7 +236,8 @@ class EngineExchange:
     """One request to an engine and its answer. `close` may be called at any time."""
 
     def __init__(self, pool: "ConnectionPool", request: bytes, *, alone: bool) -> None:
-        """Prepare an exchange. If `alone`, it opens a new connection instead of reusing an idle one."""
+        """Prepare an exchange. If `alone` is True, the exchange opens a new connection instead of reusing an idle
+        one."""
         self._pool = pool
         self._request = request
         self._alone = alone
@@ -245,8 +247,8 @@ class EngineExchange:
         self.answered = False  # the reader has received a part of the answer, so the engine has the request
 
     async def begin(self) -> EngineConnection:
-        """Send the request and wait for the answer's head. Raises Retryable if the engine is unreachable,
-        OutcomeUnknown if the connection breaks, and Permanent if the answer is not HTTP."""
+        """Send the request, wait for the head of the answer, and return the connection. Raises Retryable if the engine
+        is unreachable, OutcomeUnknown if the connection breaks, and Permanent if the answer is not HTTP."""
         loop = asyncio.get_running_loop()
         sent_s = 0.0
         while True:
@@ -289,7 +291,8 @@ NEXT_ADDRESS_AFTER_S = 0.25  # delay between connection attempts to the addresse
 
 
 class ConnectionPool:
-    """The connections to one engine. They are opened when needed, without a limit, and released by `close`."""
+    """The connections to one engine. They are opened when needed, without a limit on their number, and released by
+    `close`."""
 
     def __init__(self, url: str, *, connect_timeout_s: float) -> None:
         """Parse the engine's URL. Raises Permanent if it is invalid."""
@@ -330,8 +333,8 @@ class ConnectionPool:
         """Return an exchange whose request is not yet sent. The pool's headers override headers of the same name in
         `headers`.
 
-        If `alone`, the exchange uses a new connection. vLLM closes idle connections after 5 s. If its event loop lags,
-        as on a busy host, it may do so before it reads a new request, and a control call would be lost."""
+        If `alone` is True, the exchange uses a new connection, so that a control call is not lost. vLLM closes an idle
+        connection after 5 s. If its event loop lags, as on a busy host, it may do so before it reads a new request."""
         line = f"{method} {self._path}{path} HTTP/1.1\r\n".encode()
         head = written(pair for pair in headers if pair[0].lower() not in self._own_names)
         if alone:
@@ -368,7 +371,7 @@ class ConnectionPool:
         return connection
 
     def keep(self, connection: EngineConnection) -> None:
-        """Keep a connection for the next request after its answer has ended."""
+        """Keep a connection, after its answer has ended, for the next request."""
         loop = asyncio.get_running_loop()
         connection.idle_since_s = loop.time()
         self._idle.append(connection)
@@ -376,7 +379,7 @@ class ConnectionPool:
             self._sweep_timer = loop.call_later(KEEP_IDLE_S, self._sweep)
 
     def forget(self, connection: EngineConnection) -> None:
-        """Remove a closed connection."""
+        """Remove a closed connection from the pool."""
         self._open.discard(connection)
 
     def close(self) -> None:

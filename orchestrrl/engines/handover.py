@@ -1,15 +1,16 @@
-"""The command-line flags and body fields for moving a running request between two vLLM servers with its KV.
+"""The command-line flags and body fields for moving a running request, together with its KV, between two vLLM servers.
 
-The functions only build values. `orchestrrl/integrations/instrument` has the code that runs in the servers. A move
-takes three steps:
+The functions only build these values. The code that runs in the servers is in `orchestrrl/integrations/instrument`. A
+move takes three steps:
 
 1. The router sends every attempt that may move with `saving(...)` in its body, under a unique entry id.
-2. It aborts the attempt. The source saves the KV of all prompt and generated tokens, while other requests run.
-3. It sends the destination the prompt and generated ids as one prompt, with `loading(...)` of the attempt's entry.
+2. The router aborts the attempt. The source saves the KV of all prompt and generated tokens, while other requests run.
+3. The router sends the prompt and generated ids to the destination as one prompt, with `loading(...)` for the
+   attempt's entry.
 
-If a step fails, the destination recomputes the KV. The answer is then the same, but it takes longer. `weights` names
-the weight version that computed the attempt's first token. If several models share a directory, it also names the
-model. A request that ran while its engine's weights changed has KV of both versions and must be moved without
+If a step fails, the destination recomputes the KV. The answer is then the same, but it takes longer. The argument
+`weights` names the weight version that computed the attempt's first token. If several models share a directory, it also
+names the model. A request that ran while its engine's weights changed has KV of both versions and must be moved without
 `loading`.
 """
 
@@ -37,8 +38,8 @@ EXTERNAL_SOURCE = "external_kv_transfer"  # label of loaded prompt tokens in vll
 
 def vllm_arguments(shared: Path, *, max_age_s: float | None = None, max_bytes: int | None = None) -> tuple[str, str]:
     """Return the arguments for a vLLM server that transfers KV through the directory `shared`. The server needs
-    MODULE_FOLDER on its PYTHONPATH. Entries are removed after `max_age_s` (default 300 s), or if all servers' entries
-    exceed `max_bytes` (default 16 GiB)."""
+    MODULE_FOLDER on its PYTHONPATH. Entries older than `max_age_s` (default 300 s) are removed. The oldest entries are
+    also removed if the entries of all servers exceed `max_bytes` (default 16 GiB)."""
     extra = {"shared_storage_path": str(shared), "max_age_s": max_age_s, "max_bytes": max_bytes}
     config = {
         "kv_connector": "KvHandover",
@@ -51,25 +52,27 @@ def vllm_arguments(shared: Path, *, max_age_s: float | None = None, max_bytes: i
 
 
 def entry_id(*names: object) -> str:
-    """Return an entry id, a hash of the names that make it unique: the router's start, the request and the attempt."""
+    """Return the id of a KV entry, which is a hash of `names`. The names identify the router's start, the request and
+    the attempt, so that the id is unique."""
     return hashlib.sha256(json.dumps([str(name) for name in names]).encode()).hexdigest()[:32]
 
 
 def saving(weights: str, save: str) -> Mapping[str, Any]:
     """Return the body field for an attempt that may move later. If the attempt is aborted, its KV is saved as entry
-    `save`."""
+    `save`. `weights` names the weight version that computes the KV."""
     return _checked({WEIGHTS: weights, SAVE: save})
 
 
 def loading(weights: str, load: str, save: str | None = None, wait_s: float = DEFAULT_WAIT_S) -> Mapping[str, Any]:
-    """Return the body field for a continued request that loads entry `load`. The engine waits up to `wait_s` for an
-    entry that is still being written. If `save` is given, the request may move once more."""
+    """Return the body field for a continued request that loads the KV of entry `load`. The engine waits up to `wait_s`
+    seconds for an entry that is still being written. If `save` is given, the request may move once more, and its KV is
+    then saved as entry `save`."""
     return _checked({WEIGHTS: weights, LOAD: load, WAIT_S: wait_s} | ({} if save is None else {SAVE: save}))
 
 
 def _checked(wish: dict[str, Any]) -> Mapping[str, Any]:
-    """Return the body field with these parameters. Raises ValueError if a parameter is invalid, because the engine
-    would only log this fault."""
+    """Return the body field with the parameters in `wish`. Raises ValueError if a parameter is invalid, because the
+    engine would only log this fault."""
     params = {PARAMETER: wish}
     read_transfer_params(params)
     return {BODY_FIELD: params}

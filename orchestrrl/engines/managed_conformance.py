@@ -2,13 +2,13 @@
 `WeightsConformance` in a test module:
 
     class TestMine(ManagedConformance):
-        layout = EngineLayout(tp=1, pp=1, dp=1, ep=False)
+        layout = ReportedLayout(tp=1, pp=1, dp=1, ep=False)
 
         @pytest.fixture
         async def engine(self): ...  # as in EngineConformance
 
         @pytest.fixture
-        def weights(self): ...  # a folder with the engine's initial weights, and one with others
+        def weights(self): ...  # a folder with the engine's initial weights, and one with other weights
 
     class TestItsWeights(WeightsConformance):
         @pytest.fixture
@@ -21,8 +21,8 @@
         def broken(self, versions, tmp_path):
             return broken_of(versions[1], tmp_path)
 
-The engine must be idle, not paused, and have its initial weights; each test restores this state. The engine's
-capabilities must not include unsupported features, and calls of unsupported features must fail.
+The engine must be idle, must not be paused, and must have its initial weights. Each test restores this state. The
+engine's capabilities must not include unsupported features, and calls of unsupported features must fail.
 """
 
 import asyncio
@@ -61,19 +61,21 @@ DEADLINE_S = 120.0
 
 
 def mean_nats(excerpt: AnswerExcerpt, scores: tuple[float, ...]) -> float:
-    """Return the mean absolute difference, in nats, between the log-probabilities of two engines for an excerpt."""
+    """Return the mean absolute difference, in nats, between the log-probabilities in `excerpt` and those in
+    `scores`."""
     pairs = zip(excerpt.logprobs, scores, strict=True)
     return math.fsum(abs(one - other) for one, other in pairs) / len(scores)
 
 
 class EngineOfBothKinds(Engine, ManagedEngine, Protocol):
-    """An engine client that implements both protocols, which a product must do to be deployable."""
+    """An engine client that implements both Engine and ManagedEngine. Only engines with such a client can be
+    deployed."""
 
 
 @asynccontextmanager
 async def as_it_was(engine: EngineOfBothKinds, own: Path) -> AsyncIterator[WeightsEngine]:
-    """Yield the client for the engine's weights. After the block, load the initial weights from `own`, clear their
-    version, and resume the engine if it is paused."""
+    """Yield the interface for loading the engine's weights. After the block, load the initial weights from `own`, clear
+    their version, and resume the engine if it is paused."""
     weights = weights_engine(engine)
     try:
         yield weights
@@ -200,7 +202,8 @@ def write_version(folder: Path, seed: int, shapes: Mapping[str, Sequence[int]] =
 
 
 def broken_of(whole: Path, into: Path) -> dict[str, Path]:
-    """Write broken variants of a complete one-file checkpoint. Returns their folders by fault."""
+    """Write broken variants of a complete one-file checkpoint below `into`. Returns the folder of each variant, keyed
+    by its fault."""
     raw = (whole / MODEL_FILE).read_bytes()
     length = struct.unpack("<Q", raw[:8])[0]
     header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]

@@ -1,8 +1,8 @@
 """Parse the server-sent events of OpenAI-compatible engines into Chunks, without I/O.
 
-The events of one stream usually differ only in their text and tokens. After one event has been parsed as JSON, events
-that match it outside these two fields are read by position, at a third of the cost. All other events are parsed as
-JSON.
+The events of one stream usually differ only in their text and tokens. After one event has been parsed as JSON, later
+events that match it outside these two fields are read by position, at a third of the cost. All other events are parsed
+as JSON.
 """
 
 import json
@@ -24,8 +24,8 @@ MOST_LINE_BYTES = 128 << 20  # fits the ids of a prompt of ten million tokens; b
 
 class ServerSentEvents:
     """Splits a byte stream into the contents of its `data:` lines. Comments (keep-alives) and other fields are skipped.
-    A line may have hundreds of kilobytes, for example if it contains the ids of a long prompt. An incomplete last line
-    is never returned."""
+    A line may be hundreds of kilobytes long, for example if it contains the token ids of a long prompt. An incomplete
+    last line is never returned."""
 
     def __init__(self) -> None:
         self._pending: list[bytes] = []  # parts of an incomplete line
@@ -50,7 +50,7 @@ class ServerSentEvents:
 
 
 class StreamError(Exception):
-    """The engine sent an error event. `event` is the whole object, and `error` is its error field."""
+    """The engine sent an error event. `event` is the whole object, and `error` is the value of its field `error`."""
 
     def __init__(self, event: Mapping[str, Any]) -> None:
         super().__init__(event["error"])
@@ -59,7 +59,7 @@ class StreamError(Exception):
 
 
 class ChunkReader:
-    """Reads the events of one stream in order."""
+    """Converts the events of one stream into Chunks, in order."""
 
     def __init__(self) -> None:
         # The bytes of an event before its text, between text and tokens, and after the tokens.
@@ -67,10 +67,10 @@ class ChunkReader:
         self._tries = 8  # attempts to find a frame; the first event may have more fields than the others
 
     def read_on(self, events: Sequence[bytes], at: int) -> tuple[Chunk | None, int]:
-        """Return the chunk that starts at `events[at]`, and the index after it. Consecutive plain events become one
-        chunk; vLLM also merges events when its sender lags. The chunk equals that of `parse_chunk`, except that `raw`
-        is omitted for plain events. Raises StreamError for an error event, and ValueError, KeyError, IndexError,
-        TypeError or AttributeError for a malformed event."""
+        """Return the chunk that starts at `events[at]`, and the index of the first event after the chunk. Consecutive
+        plain events are merged into one chunk, as in vLLM when its sender lags. The chunk equals the result of
+        `parse_chunk`, except that `raw` is omitted for plain events. Raises StreamError for an error event, and
+        ValueError, KeyError, IndexError, TypeError or AttributeError for a malformed event."""
         first = self._framed(events[at])
         if first is None:
             return self._parsed(events[at]), at + 1
@@ -87,7 +87,8 @@ class ChunkReader:
         return Chunk(tuple(ids), "".join(texts)), at
 
     def _framed(self, data: bytes) -> tuple[tuple[int, ...], str] | None:
-        """Return the tokens and text of an event that matches the frame; None if the event does not match."""
+        """Return the tokens and text of an event if all its other bytes match those of an earlier plain event.
+        Otherwise, return None."""
         if self._frame is None:
             return None
         head, middle, tail = self._frame
@@ -161,7 +162,7 @@ def parse_event(data: bytes) -> dict[str, Any]:
 
 def parse_chunk(event: Mapping[str, Any]) -> Chunk | None:
     """Convert a `/v1/completions` or `/v1/chat/completions` stream event into a Chunk. For an event without choices,
-    return a Chunk with the usage of the whole answer, or None if the event has no usage."""
+    return a Chunk with the usage of the whole answer and any further fields, or None if the event has neither."""
     if not event["choices"]:
         usage, fields = event.get("usage"), _others(event, _ANSWER_FIELDS)
         return Chunk(usage=usage, answer_fields=fields) if usage or fields else None
@@ -182,7 +183,7 @@ def parse_chunk(event: Mapping[str, Any]) -> Chunk | None:
 
 
 def _others(found: Mapping[str, Any], known: frozenset[str]) -> Mapping[str, Any] | None:
-    """Return the fields that are neither in `known` nor null; None if there are no such fields."""
+    """Return the fields that are neither in `known` nor null, or None if there are no such fields."""
     if found.keys() <= known:
         return None
     return {name: value for name, value in found.items() if name not in known and value is not None} or None
@@ -194,8 +195,8 @@ def other_answer_fields(event: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def parse_logprobs(logprobs: Mapping[str, Any] | None, tokens: int) -> tuple[TokenLogprob, ...] | None:
-    """Parse the logprobs of either endpoint. Only the last `tokens` entries are returned, because with `echo` the
-    entries of the prompt precede them."""
+    """Parse the logprobs of a completion or a chat, or return None if the engine sent none. Only the last `tokens`
+    entries are returned, because with `echo` the entries of the prompt precede those of the answer."""
     if logprobs is None:
         return None
     if "content" in logprobs:

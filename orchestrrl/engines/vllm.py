@@ -1,4 +1,5 @@
-"""The client of a vLLM server: tokens over its OpenAI endpoints, control over its development endpoints.
+"""The client of a vLLM server. It requests tokens from the server's OpenAI endpoints and controls the server over its
+development endpoints.
 
 Features are detected from `/openapi.json`, never inferred from a version. `/pause`, `/abort_requests` and
 `/server_info` exist only with VLLM_SERVER_DEV_MODE=1. Without these endpoints, an attempt is aborted by closing its
@@ -29,7 +30,8 @@ USAGE_WITHIN_S = 1.0  # after an answer's last token
 
 
 class VllmEngine(ManagedVllm):
-    """A client of the vLLM server at `url`. `timeout_s` bounds connecting and control calls, but not streams."""
+    """A client of the vLLM server at `url`. `timeout_s` limits the time to connect and the time of control calls, but
+    not the duration of streams."""
 
     def __init__(self, url: str, *, timeout_s: float = 10.0) -> None:
         super().__init__(url, timeout_s=timeout_s)
@@ -138,7 +140,7 @@ class VllmEngine(ManagedVllm):
             yield last
 
     async def _whole(self, path: str, connection: EngineConnection) -> AsyncGenerator[Chunk]:
-        """Yield one chunk with an answer that is one JSON document."""
+        """Yield one chunk that contains the whole answer, which is a single JSON document."""
         text = await connection.read_all()
         with self.reading(path):
             answer = json.loads(text)
@@ -202,7 +204,8 @@ class VllmEngine(ManagedVllm):
 
     @contextmanager
     def _raising(self, path: str) -> Iterator[None]:
-        """Convert error events of the engine, and malformed events, into OrchestrRL's errors."""
+        """Convert errors that the enclosed block raises, for error events and malformed events, into OrchestrRL's
+        errors."""
         try:
             yield
         except StreamError as failed:
@@ -216,7 +219,8 @@ class VllmEngine(ManagedVllm):
 
 
 def _request_body(request: GenerationRequest) -> dict[str, Any]:
-    """Return the body of an attempt: streamed, with usage and token ids."""
+    """Return the body of an attempt, with the fields that make the engine stream the answer with usage and token
+    ids."""
     options = {"include_usage": True}
     body = {**request.body, "stream": True, "stream_options": options, "return_token_ids": True}
     if request.coalesce_tokens > 1:
@@ -226,7 +230,8 @@ def _request_body(request: GenerationRequest) -> dict[str, Any]:
 
 
 async def _read(connection: EngineConnection, *, within_s: float | None) -> bytes:
-    """Return the next bytes of the answer; b"" if it has ended or nothing arrives within `within_s`."""
+    """Return the next bytes of the answer, or b"" if the answer has ended. If `within_s` is given, also return b"" if
+    nothing arrives within this time or the connection fails."""
     if within_s is None:
         return await connection.read()
     try:
@@ -237,6 +242,7 @@ async def _read(connection: EngineConnection, *, within_s: float | None) -> byte
 
 
 def _completed(last: Chunk, closing: Chunk) -> Chunk:
-    """Return the last chunk with the usage and the fields of `closing`, the event after it."""
+    """Return the chunk `last` with the usage and the answer's further fields from `closing`, the chunk that follows
+    it."""
     fields = {**(last.answer_fields or {}), **(closing.answer_fields or {})}
     return replace(last, usage=closing.usage or last.usage, answer_fields=fields or None)

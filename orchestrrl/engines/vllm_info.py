@@ -51,7 +51,8 @@ class VllmServerInfo:
 
 
 def read_server_info(answer: Mapping[str, Any]) -> VllmServerInfo:
-    """Parse an answer of /server_info. Raises ValueError, KeyError, TypeError or AttributeError if it is malformed."""
+    """Parse an answer of /server_info. Raises ValueError, KeyError, TypeError or AttributeError if the answer is
+    malformed."""
     config = answer["vllm_config"]
     if not isinstance(config, dict):  # some versions do not return JSON here
         return VllmServerInfo()
@@ -73,7 +74,8 @@ def read_server_info(answer: Mapping[str, Any]) -> VllmServerInfo:
 
 
 def _serving(config: Mapping[str, Any], system: object) -> ServingFacts:
-    """Return the facts that determine step times. `system` has vLLM's facts about its host; some versions lack it."""
+    """Return the facts that determine the engine's step times. `system` has vLLM's facts about its host. It is None if
+    the server's version does not report them."""
     model, parallel, cache = (_section(config, name) for name in ("model_config", "parallel_config", "cache_config"))
     device = named(_section(config, "device_config").get("device"))
     gpu, why = "", ""
@@ -111,8 +113,9 @@ def server_identity(metrics_page: str) -> str:
     counter (1 us resolution). All readers get the same identity for one process, regardless of the address that they
     use.
 
-    Returns "" if either time is missing. This is the case if several processes act as one server or the server's
-    environment disables such series. The start time alone does not distinguish servers that were started together.
+    Returns "" if either time is missing. This is the case if several processes act as one server, or if the server's
+    environment disables series with creation times. The start time alone does not distinguish servers that were started
+    together.
     """
     began = began_at(metrics_page)
     created = min(_after(metrics_page, COUNTED_SINCE), default="")  # minimum over the replicas in the process
@@ -125,7 +128,8 @@ def _after(metrics_page: str, series: str) -> list[str]:
 
 
 def parse_metrics(text: str) -> EngineSample:
-    """Parse vLLM's `/metrics`. Values are sums over the engines of one server (data parallelism); KV usage is the mean.
+    """Parse vLLM's `/metrics` page. Values are totals over the data-parallel engines of one server, except KV usage,
+    which is their mean.
 
     Raises ValueError or KeyError if a series is missing or has an invalid value.
     """
@@ -158,15 +162,15 @@ def parse_metrics(text: str) -> EngineSample:
 
 
 def is_asleep(metrics_page: str) -> bool:
-    """Return whether any replica is asleep. If the page lacks the series, return True: the caller calls this only after
-    `/is_sleeping` has reported a sleeping or paused engine."""
+    """Return whether any replica is asleep. Return True if the page lacks the sleep state, because this function is
+    called only after `/is_sleeping` has reported a sleeping or paused engine."""
     lines = [line for line in metrics_page.splitlines() if line.startswith(f"{SLEEP_STATE}{{")]
     awake = [float(line.rpartition(" ")[2]) for line in lines if 'sleep_state="awake"' in line]
     return min(awake, default=0.0) == 0
 
 
 def _replicas_served(parallel: Mapping[str, Any]) -> int:
-    """Return the number of data-parallel replicas of this server. A server has all replicas of the deployment, unless a
-    load balancer distributes requests over several servers."""
+    """Return the number of data-parallel replicas that the server itself runs. It runs all replicas of the deployment,
+    unless a load balancer distributes requests over several servers."""
     outside = parallel.get("data_parallel_external_lb") or parallel.get("data_parallel_hybrid_lb")
     return int(parallel.get("data_parallel_size_local" if outside else "data_parallel_size") or 1)

@@ -1,7 +1,7 @@
 """The vLLM client for redeployments: layout, weights, comparison of answers, sleep, and elastic expert parallelism.
 
 Each call to a control endpoint is one exchange, and each failure is raised as one of OrchestrRL's errors. If a call
-that changes the engine fails, it raises OutcomeUnknown, because vLLM does not roll back.
+fails after it may have changed the engine, it raises OutcomeUnknown, because vLLM does not roll back.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ NOT_OF_VLLM = (ValueError, KeyError, IndexError, TypeError, AttributeError, Over
 
 class ManagedVllm:
     """The part of the vLLM client that redeployments and weight loads need. `timeout_s` limits the time to connect and
-    the time of each call that specifies no timeout. Connections are opened on use and released by `close`."""
+    the time of each call that specifies no timeout. Connections are opened when needed and released by `close`."""
 
     name = "vllm"  # product name
 
@@ -69,8 +69,8 @@ class ManagedVllm:
     async def exchange(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
     ) -> tuple[int, str]:
-        """Send a call and return the status and text of the answer. Without an answer, raises OutcomeUnknown if a call
-        other than a GET was sent, else Retryable. Raises Permanent if the answer is not HTTP."""
+        """Send a call and return the status and text of the answer. If there is no answer, raises OutcomeUnknown if a
+        call other than GET was sent, and Retryable otherwise. Raises Permanent if the answer is not HTTP."""
         data = b"" if body is None else json.dumps(body).encode()
         exchange = self.pool.exchange(path, data, method=method, alone=True)
         total_s = self.timeout_s if timeout_s is None else timeout_s
@@ -104,8 +104,8 @@ class ManagedVllm:
 
     async def as_started(self, page: str | None = None) -> VllmServerInfo:
         """Return the server's description, cached per server process because it takes seconds to read. If the process
-        cannot be identified, the description is read at every call. `page` is the metrics page if it has just been
-        read."""
+        cannot be identified, the description is read at every call. `page` is the metrics page if the caller has just
+        read it."""
         began = vllm_info.began_at(await self.metrics_page() if page is None else page)
         if began and self._known is not None and self._known[0] == began:
             return self._known[1]
@@ -170,15 +170,15 @@ class ManagedVllm:
             return UNNAMED if answer is None else str(answer["weight_version"])
 
     async def name_weights(self, policy_version: int | None) -> None:
-        """Set the policy version of the weights. Does nothing if the server does not support it."""
+        """Set the policy version of the weights. Does nothing if the server does not support versions."""
         if "/update_weight_version" in (await self._api())[0]:
             await self.set_weight_name(UNNAMED if policy_version is None else str(policy_version))
 
     @asynccontextmanager
     async def loading(self, source: object, name: str, *, takes_names: bool) -> AsyncIterator[str]:
-        """Pause the engine and discard its KV for a load of `source` in the enclosed block. Yields the name of the old
-        weights. After the block, the new name is set, and the engine is resumed if it was running before. If the block
-        raises Retryable or Permanent, the old name and state are restored."""
+        """Pause the engine and discard its KV, so that the enclosed block can load `source`. Yields the name of the old
+        weights. After the block, set `name` for the new weights if `takes_names` is True, and resume the engine if it
+        was running before. If the block raises Retryable or Permanent, the old name and state are restored."""
         was_paused, renamed = await self.is_paused(), False
         before = await self.weight_name() if takes_names else UNNAMED
         try:
@@ -206,12 +206,13 @@ class ManagedVllm:
         await self.resume_if(not stays_paused)
 
     async def pause_without_kv(self) -> None:
-        """Pause the engine so that vLLM discards all KV, including cached prefixes, even if it was already paused."""
+        """Pause the engine so that vLLM discards all KV, including cached prefixes, even if the engine was already
+        paused."""
         await self.order("/pause?mode=keep")
 
     async def check_load(self, needed: Set[str], paths: Set[str], page: str | None = None) -> None:
-        """Raise Permanent if the server lacks a path in `needed` or is asleep. `page` is the metrics page if it has
-        just been read."""
+        """Raise Permanent if the server is asleep or lacks a path in `needed`. `paths` are the paths of its API. `page`
+        is the metrics page if the caller has just read it."""
         if missing := needed - paths:
             raise Permanent(
                 f"{self.where}: cannot load weights without the endpoints {', '.join(sorted(missing))}; start the"
@@ -221,8 +222,8 @@ class ManagedVllm:
             raise Permanent(f"{self.where}: is asleep; wake it before loading weights")
 
     async def reload(self, source: str) -> None:
-        """Load weights with vLLM's own `reload_weights`. Raises OutcomeUnknown if the call fails: the server then dies
-        at its next step, or answers with partly loaded weights."""
+        """Load weights with vLLM's own `reload_weights`. Raises OutcomeUnknown if the call fails, because the server
+        then crashes at its next step or answers with partly loaded weights."""
         path, order = "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": source}}
         status, text = await self.exchange("POST", path, order, timeout_s=LOAD_TIMEOUT_S)
         if status != 200:
@@ -257,8 +258,8 @@ class ManagedVllm:
             return AnswerExcerpt(tuple(prompt_ids), tuple(map(int, ids)), tuple(map(float, logprobs)))
 
     async def go_on(self, prompt_ids: Sequence[int], tokens: int) -> tuple[int, ...]:
-        """Return up to `tokens` greedy tokens after the prompt. Log-probabilities are not requested, because for the
-        first request with log-probabilities vLLM compiles code, which takes seconds."""
+        """Return up to `tokens` tokens that the engine generates greedily after the prompt. Log-probabilities are not
+        requested, because for the first request with log-probabilities vLLM compiles code, which takes seconds."""
         choice = await self._greedy(prompt_ids, _going_on(tokens))
         with self.reading("/v1/completions"):
             ids = tuple(map(int, choice["token_ids"]))
@@ -287,8 +288,8 @@ class ManagedVllm:
         return time.monotonic() - started_s
 
     async def _greedy(self, prompt_ids: Sequence[int], asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the single choice of a greedy completion. A completion may be repeated, so an unknown outcome is
-        raised as Retryable."""
+        """Return the single choice of a greedy completion. An unknown outcome is raised as Retryable, because a
+        completion can be repeated safely."""
         path = "/v1/completions"
         body = {"model": await self.model(), "prompt": list(prompt_ids), "temperature": 0, **asked}
         try:
@@ -327,7 +328,7 @@ class ManagedVllm:
                 raise OutcomeUnknown(f"{self.where}: the engine is not fully awake after /wake_up: {shorten(answer)}")
 
     async def asleep(self, page: str | None = None) -> bool:
-        """Return whether the engine is asleep. `page` is the metrics page if it has just been read."""
+        """Return whether the engine is asleep. `page` is the metrics page if the caller has just read it."""
         answer = await self._if_offered("/is_sleeping")
         with self.reading("/is_sleeping"):
             if answer is None or not answer["is_sleeping"]:
@@ -338,14 +339,15 @@ class ManagedVllm:
             return vllm_info.is_asleep(page)
 
     async def check_sleep(self) -> None:
-        """Raise Permanent if the engine cannot sleep."""
+        """Raise Permanent if the engine was started without sleep mode."""
         if not (await self.description()).sleep:
             raise Permanent(f"{self.where}: cannot sleep; start the server with --enable-sleep-mode")
 
     # --- elastic expert parallelism
 
     async def scale(self, dp: int) -> None:
-        """Scale to `dp` replicas. Removed replicas are drained first, for vLLM's default drain time."""
+        """Scale the engine to `dp` data-parallel replicas. Replicas to be removed are drained first, for at most vLLM's
+        default drain time."""
         if not (await self.description()).elastic_ep:
             raise Permanent(f"{self.where}: cannot be scaled; start the server with --enable-elastic-ep")
         order = {"new_data_parallel_size": dp, "drain_timeout": SCALE_DRAIN_S}
@@ -364,7 +366,7 @@ class ManagedVllm:
 
     async def order(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> str:
         """Send a call that changes the engine, and return the text of the answer. Raises OutcomeUnknown if the call
-        failed and may be partly done."""
+        failed but may have taken effect in part."""
         status, text = await self.exchange("POST", path, body, timeout_s)
         if status == 200:
             return text

@@ -1,10 +1,10 @@
 """Load new weights into a running vLLM server, from a folder on its host or from a trainer's process.
 
-With OrchestrRL's backend in its workers (`--weight-transfer-config '{"backend": "orchestrrl"}'`,
+If the server's workers have OrchestrRL's backend (`--weight-transfer-config '{"backend": "orchestrrl"}'`,
 integrations/instrument/vllm_weights.py), a version is loaded through vLLM's weight-transfer endpoints. Each worker then
 reports a checksum of the loaded bytes and whether the weights in its memory match them. Without this backend, a version
 is loaded through `reload_weights`, which needs only VLLM_SERVER_DEV_MODE=1. The checksum is then computed in this
-process, if the folder is visible on its host, and the engine's memory is not verified.
+process, if the folder is visible on this host, and the engine's memory is not verified.
 
 A trainer's weights are transferred to the workers by the backend that the server was started with
 (`--weight-transfer-config '{"backend": NAME}'`).
@@ -102,9 +102,9 @@ class VllmWeights:
                     await self._server.order("/pause?mode=keep&clear_cache=false")
 
     async def _kept_running(self, asked: Coroutine[Any, Any, tuple[int, ...]]) -> tuple[int, ...]:
-        """Await the answer of an engine that was paused before, and resume the engine if it is paused again. This is
-        necessary because a gateway that attaches while the pause barrier is closed pauses every engine, and the answer
-        would then never arrive."""
+        """Await the answer of an engine that was paused before the request, and resume the engine if it is paused
+        again. This is necessary because a gateway that attaches while the pause barrier is closed pauses every engine,
+        and the answer would then never arrive."""
         task = asyncio.create_task(asked)
         try:
             while not (await asyncio.wait({task}, timeout=RECHECK_S))[0]:
@@ -243,10 +243,10 @@ def _has_backend(started: VllmServerInfo) -> bool:
 
 
 def _checked_sum(folder: Path, model: str, known_sum: str) -> str:
-    """Return the checkpoint's checksum, which is computed if it is not already known. Return "" if the folder is not
-    visible on this host. Raises Permanent if the checkpoint is incomplete, or if its tensors or shapes differ from
-    those of the server's initial model. The tensors and shapes are checked only if the initial model is visible on this
-    host."""
+    """Return the checksum of the checkpoint in `folder`. The checksum is computed only if `known_sum` is empty. Return
+    "" if the folder is not visible on this host. Raises Permanent if the checkpoint is incomplete, or if its tensors or
+    shapes differ from those of the server's initial model. The tensors and shapes are checked only if the initial model
+    is visible on this host."""
     if not folder.exists():
         return ""
     wanted = None

@@ -122,8 +122,8 @@ class CircuitRun(Description[CircuitStep]):
         self.carry_out = self._run.carry_out
 
     async def resume(self) -> None:
-        """Complete a change that is open or awaits confirmation. Raises DriverError if the switch cannot be read or
-        changed; the change then stays open."""
+        """Complete or undo a change that is open or was not confirmed. Raises DriverError if the switch cannot be read
+        or changed. The change then stays open."""
         self._may_be_begun, self._attempts, self._sent, self.refusal = True, 0, "", None
         if self._undone is None:
             self._result = None
@@ -246,7 +246,7 @@ class CircuitRun(Description[CircuitStep]):
 
     @property
     def _is_begun(self) -> bool:
-        """Return whether the last reading of the switch shows that a part of the change has been applied."""
+        """True if the last reading of the switch shows that a part of the change has been applied."""
         diff, present = self.operation.diff, self._now.cross_connects
         return not present >= frozenset(diff.remove) or bool(present & frozenset(diff.add))
 
@@ -326,9 +326,9 @@ class CircuitRun(Description[CircuitStep]):
         self._now = await self.owners.read(self.operation.switch)
 
     async def _has_waited(self) -> bool:
-        """Wait until no more cross-connects of the change can appear, and return whether a wait was necessary. It may
-        be necessary because a device that does not report tuning may list a cross-connect only when it is in place.
-        Raises DriverRetryable if the wait would exceed RETRY_S."""
+        """Wait until no more cross-connects of the change can appear, and return whether a wait was necessary. A wait
+        may be necessary because a device that does not report tuning may list a cross-connect only when it is in place.
+        Raises DriverRetryable if the wait would exceed `RETRY_S`."""
         assert self._facts is not None
         if (await self._driver.capabilities()).tuned_state:
             return False
@@ -343,7 +343,8 @@ class CircuitRun(Description[CircuitStep]):
 
 
 def _both(first: CommitResult, second: CommitResult, later_s: float) -> CommitResult:
-    """Return the combined result of two attempts. The second attempt began `later_s` seconds after the first."""
+    """Return the combined result of two attempts to commit. The second attempt began `later_s` seconds after the
+    first."""
     items = tuple(
         before if before.done and after.done else _later(before, after, later_s)
         for before, after in zip(first.items, second.items, strict=True)
@@ -362,8 +363,8 @@ def _not_undone(diff: CircuitDiff, now: CrossConnectReading) -> str:
 
 
 def compared_with_before(diff: CircuitDiff, now: CrossConnectReading) -> str:
-    """Return a text that compares the present state of a switch with its state before a change. The change must not be
-    visible on the switch."""
+    """Return a text that compares the present state of a switch with its state before a change. The change must have
+    had no effect or must have been undone."""
     lost, new = sorted(diff.before - now.cross_connects), sorted(now.cross_connects - diff.before)
     if differences := _not_undone(diff, now):
         return f"its circuits are listed as they were, but {differences}"

@@ -1,5 +1,5 @@
-"""Run circuit changes one at a time on each switch. A change is journalled before and after it is carried out, and
-completed after a restart of the daemon.
+"""Run circuit changes one at a time on each switch. A change is journalled before and after it is carried out, so that
+a restarted daemon can complete or undo it.
 
 A change whose outcome could not be read stays open, in this module and in the journal. Before the next command to its
 switch, and after a restart of the daemon, the switch is read and the change is finished or undone. A trial change stays
@@ -50,7 +50,7 @@ VALID_S = 60.0
 
 
 class CircuitExecutor:
-    """Changes circuits on the given switches, one change at a time on each."""
+    """Changes circuits on the given switches, one change at a time on each switch."""
 
     def __init__(
         self, switches: Mapping[str, OcsDriver], journal: Journal, clock: Clock, owns_all: Collection[str] = ()
@@ -152,9 +152,9 @@ class CircuitExecutor:
             return await driver.plan(change, mode)
 
     async def prepare(self, switch: str, change: CircuitChange, valid_s: float) -> CircuitOperation:
-        """Plan and journal a change, so that `commit` only needs to send it. The caller must pass it to `commit` or
-        `abandon` within `valid_s` seconds. The change evicts no circuits. Raises DriverError if the change is not
-        possible."""
+        """Plan and journal a change, so that `commit` only needs to send it. The caller must pass the returned
+        operation to `commit` or `abandon` within `valid_s` seconds. The change evicts no circuits. Raises DriverError
+        if the change is not possible."""
         async with self._turns[switch]:
             run = await self._planned(switch, change, ChangeMode.SAFE, valid_s, None)
             if run.operation.diff.empty:
@@ -170,8 +170,8 @@ class CircuitExecutor:
             return run.operation
 
     async def commit(self, operation: CircuitOperation, begin_by_s: float = inf) -> CircuitOutcome:
-        """Carry out a prepared change, at most once. Raises errors as `change` does, and CircuitConflict if the switch
-        has changed since `prepare` or other changes kept it busy until after the time `begin_by_s`."""
+        """Carry out a prepared change, at most once. Raises the same errors as `change`, and CircuitConflict if the
+        switch has changed since `prepare` or other changes kept the switch busy until after the time `begin_by_s`."""
         if operation.diff.empty:
             return CircuitOutcome(
                 "", operation.switch, done=True, detail="already in effect", revision=operation.diff.revision
@@ -287,7 +287,7 @@ class CircuitExecutor:
         return len(self._open)
 
     async def settle(self) -> None:
-        """Complete or undo every open change whose switch can be read. Changes on other switches stay open."""
+        """Complete or undo every open change whose switch can be read. Changes on unreadable switches stay open."""
         self._forget_unwanted()
         switches = {*(operation.switch for operation in self.open), *self._trials}
         await asyncio.gather(*(self._try_to_settle(switch) for switch in switches))
@@ -329,7 +329,7 @@ class CircuitExecutor:
 
     async def _end_trial(self, switch: str) -> None:
         """Close the trial on this switch if its time is over. If the driver is still reverting the change, the trial
-        stays open. If the change is still in effect but the driver has no trial any more, the change is undone."""
+        stays open. If the change is still in effect but the driver no longer has a trial, the change is undone."""
         if switch not in self._trials:
             return
         run, _ = self._trials[switch]
@@ -359,8 +359,8 @@ class CircuitExecutor:
         return tuple(run for run in self._open.values() if run.operation.switch == switch)
 
     def _close(self, outcome: CircuitOutcome, gone: Iterable[CrossConnect] = ()) -> CircuitOutcome:
-        """Record the end of a change. `gone` lists its cross-connects that are certainly down. The daemon owns its
-        other cross-connects if they are up."""
+        """Record the end of a change. `gone` lists the change's cross-connects that are certainly down. The daemon owns
+        the other cross-connects of the change if they are up."""
         if outcome.switch in self._switches:
             self.owners.ended(outcome.switch, gone)
         self._log.end(outcome.operation, outcome_to_json(outcome))

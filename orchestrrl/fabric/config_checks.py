@@ -141,8 +141,8 @@ def _texts(path: str, entry: dict[Any, Any], *fields: str) -> list[tuple[str, st
 
 
 def read_fabric_site(section: Any, folder: Path) -> tuple["Site | None", list[str]]:
-    """Read the site that the section names. Return the site (None if no site is named or the file has faults) and the
-    faults."""
+    """Read the site that the section `fabric` names. Return the site and the faults of its file. The site is None if
+    the section names no site or the file has faults."""
     path = section.get("site") if isinstance(section, dict) else None
     if not isinstance(path, str) or not path:
         return None, []
@@ -157,7 +157,8 @@ def read_fabric_site(section: Any, folder: Path) -> tuple["Site | None", list[st
 
 
 def fabric_faults(document: dict[Any, Any], site: "Site | None") -> list[str]:
-    """Check the site against the other sections of the configuration, and return the faults."""
+    """Check the section `fabric` of the configuration against its site and the other sections, and return the faults.
+    Without a site, nothing is checked."""
     if site is None:
         return []
     listing = document.get("ocs")

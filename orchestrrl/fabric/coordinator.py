@@ -4,8 +4,8 @@ A period is first announced, then materialised (its circuits, ports and stages a
 that it is ready to send). It is committed when a window opens that is long enough for the change, and finally verified
 and routed. If no window opens by the deadline, or a fault appears before the first command, the existing circuits stay
 up. Periods of several jobs may wait at the same time. After one period has changed circuits, the other periods are
-planned again. This implements section 5.3 and algorithm 2 of the paper. planner/fabric/materialize.py, transition.py
-and windows.py make the decisions. stage_commit.py, circuit_executor.py and rerouting.py send the changes.
+planned again. This module implements section 5.3 and algorithm 2 of the paper. planner/fabric/materialize.py,
+transition.py and windows.py make the decisions. stage_commit.py, circuit_executor.py and rerouting.py send the changes.
 """
 
 import asyncio
@@ -111,11 +111,11 @@ class CircuitCoordinator:
     def announce(
         self, period: str, intent_json: str = "", within_s: float = 0.0, *, boundary: bool = False, job: str = ""
     ) -> AnnouncedPeriod:
-        """Queue a period that is about to begin. It supersedes the job's waiting period. `within_s` is the time limit
-        in seconds; if it is 0, the setting is used. If `boundary` is True, the caller pauses until the period is over,
-        so no window is needed, except for circuits of training. `job` is the job's name, if the intent has none. Raises
-        ProblemFaults for invalid arguments, and Permanent if no intent is given and no intent was announced before this
-        call."""
+        """Queue a period that is about to begin. It supersedes the waiting period of its lane (job and kind of
+        traffic). `within_s` limits the wait for a window, in seconds. If it is 0, the configured limit is used. If
+        `boundary` is True, the caller pauses until the period is over, so no window is needed, except for circuits of
+        training. `job` is the job's name, if the intent has none. Raises ProblemFaults for invalid arguments. Raises
+        Permanent if no intent is given and none, or more than one, is known for the period."""
         faults = []
         if not 0 <= within_s <= MOST_S:
             faults.append(f"within_s: must be >= 0 and <= {MOST_S:.0f} (0: as configured), got {within_s}")
@@ -160,17 +160,18 @@ class CircuitCoordinator:
         return last
 
     def override(self, period: str, reason: str, ttl_s: float, job: str = "") -> FabricControl:
-        """Use the circuits of this period from now on, instead of those of other periods in its lane, until the
-        override ends. Raises Permanent if no intent is known for the period, and ProblemFaults if `ttl_s` is
-        invalid."""
+        """Use the circuits of this period, instead of those of other periods in its lane (job and kind of traffic),
+        until the override ends. Raises Permanent if no intent, or more than one, is known for the period. Raises
+        ProblemFaults if `ttl_s` is invalid."""
         intent = self._book.intent(period, job)
         control = self.overrides.override(period, reason, ttl_s, intent.job)
         self.expect(intent)
         return control
 
     def mask(self, masked: Sequence[str], reason: str) -> None:
-        """Exclude these components from use. They replace the components that were excluded before. Circuits on
-        excluded components are moved in the next window. Raises ProblemFaults if a component is not part of the site.
+        """Exclude these components of the site from use. They replace the components that were excluded before.
+        Circuits on excluded components are moved in the next window. Raises ProblemFaults if a component is not part of
+        the site.
         """
         self.overrides.mask(masked, reason)
         self._reallocate()
@@ -202,7 +203,7 @@ class CircuitCoordinator:
         return dict(self._up)
 
     def traced_on(self, hosts: Collection[str]) -> frozenset[str]:
-        """Return the traced jobs that have ranks on one of these hosts."""
+        """Return the traced jobs that have ranks on any of these hosts."""
         return frozenset(
             job for job, theirs in self._windows.hosts_of_jobs().items() if not set(hosts).isdisjoint(theirs)
         )
@@ -219,8 +220,8 @@ class CircuitCoordinator:
         return self.site_reading
 
     def poll_soon(self) -> None:
-        """Poll the switches soon, without waiting for the next periodic poll. Called when a switch has sent an
-        event."""
+        """Poll the switches soon, without waiting for the next periodic poll. This method is called when a switch has
+        sent an event."""
         self._has_switch_news = True
         self._queue.news.set()
 
@@ -240,7 +241,7 @@ class CircuitCoordinator:
                     period = await self._next()
                     self._active[period] = asyncio.ensure_future(self._safely(period))
                 except Exception:
-                    # An internal error, or one driver's, must not stop the loop: periods under way continue.
+                    # An internal error, or one driver's, must not stop the loop: running periods continue.
                     self.defects += 1
                     logger.exception("the switches could not be polled")
                     await self._clock.sleep(POLL_EVERY_S)
@@ -397,7 +398,8 @@ class CircuitCoordinator:
     async def _carry_out(
         self, period: AnnouncedPeriod, intent: Intent, stage: TransitionStage, basis: _Basis, plan: FabricPlan
     ) -> Hold | StageFailed | None:
-        """Commit one stage in one window. Return None if it is committed, and otherwise the reason."""
+        """Commit one stage in one window. Return None if the stage is committed, and otherwise the reason why it is
+        not."""
         if hold := self._objection(period, intent, basis):
             return hold
         before = self.site_reading.of_site
@@ -424,8 +426,8 @@ class CircuitCoordinator:
                 self._wake()
 
     def _others(self, period: AnnouncedPeriod, intent: Intent) -> frozenset[str]:
-        """Return the other jobs that must pause during the change, according to their announced traffic or to the
-        servers on which they run."""
+        """Return the other jobs that must pause while the circuits of the period change, according to their announced
+        traffic or to the servers on which they run."""
         training = list(self._book.training())
         traced = self._windows.hosts_of_jobs()
         near, unknown = unannounced(self.site, intent, {each.job for each in training}, traced)
@@ -450,8 +452,8 @@ class CircuitCoordinator:
     async def _on_stage_failed(
         self, period: AnnouncedPeriod, failed: StageFailed, before: frozenset[PortPair], plan: FabricPlan
     ) -> None:
-        """Record the commands of a failed stage that were sent. Also record the pairs of endpoints that have lost light
-        and the ports to avoid."""
+        """Record the commands that were sent for a failed stage. Also record the pairs of endpoints that have lost
+        light and the ports to avoid."""
         until_s = self._clock.now_s() + SUSPECT_S
         self._suspects |= dict.fromkeys(failed.suspects, until_s)
         if failed.report is None:
@@ -474,7 +476,7 @@ class CircuitCoordinator:
     # --- constraints
 
     def _objection(self, period: AnnouncedPeriod, intent: Intent, basis: _Basis) -> Hold | None:
-        """Return the reason why no more changes may be sent for this period, or None if they may be sent."""
+        """Return the reason why no more changes may be sent for this period, or None if changes may be sent."""
         if period.stop is not None:
             return period.stop
         if not period.boundary and self._queue.urgent:
@@ -485,8 +487,8 @@ class CircuitCoordinator:
         return self._restraint(intent)
 
     def _bound(self, intent: Intent) -> Intent | Hold:
-        """Return the intent of the operator's override if one exists for the same lane, and the given intent otherwise.
-        Return a Hold if the override's period has no intent."""
+        """Return the intent of the operator's override if one exists for the same lane (job and kind of traffic), and
+        the given intent otherwise. Return a Hold if no intent is known for the override's period."""
         control = self.overrides.control
         if control.state is not OverrideState.OVERRIDDEN:
             return intent
@@ -543,7 +545,7 @@ class CircuitCoordinator:
 
     def _reallocate(self) -> None:
         """Announce again the periods whose circuits are up, so that they are planned under the current constraints.
-        Periods whose lane has a newer period are skipped."""
+        Weight syncs, and periods whose lane has a newer period, are skipped."""
         coming = {each.lane for each in (*self._queue, *self.active)}
         for (job, stage), period in list(self._up.items()):
             intent = self._book.get(period, job)

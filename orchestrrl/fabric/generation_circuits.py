@@ -1,9 +1,9 @@
 """Adapt the circuits of generation to each deployment, by announcing the traffic of the new engines as the next period.
 
 When a redeployment ends (a boundary), the departing engines are empty and the new engines have no requests yet, so no
-window is needed. Engines that stay keep their bandwidth at every stage of the transition. This implements section 5.2
-of the paper. A daemon that finds engines running at its start has missed their boundary, so it changes the circuits as
-soon as no request is running.
+window is needed. Engines that stay keep their bandwidth at every stage of the transition. This module implements
+section 5.2 of the paper. A daemon that finds engines running at its start has missed their boundary, so it changes the
+circuits as soon as no request is running.
 """
 
 import logging
@@ -56,7 +56,7 @@ class StartingFleet(Protocol):
         ...
 
     def redeploying(self) -> bool:
-        """Return whether a redeployment is under way. When it ends, circuits can be changed at a boundary."""
+        """Return whether a redeployment is running. When it ends, circuits can be changed at a boundary."""
         ...
 
     def idle(self) -> bool | None:
@@ -105,9 +105,9 @@ class GenerationCircuits:
 
     async def after_sync(self, fleet: StartingFleet, until_s: float = inf) -> str:
         """Restore the engines' circuits after a weight sync that changed circuits, before requests resume. Returns a
-        summary, or "" if no sync changed circuits or a redeployment is under way. Requests resume at the time `until_s`
-        even if the circuits are not restored by then. A trainer that does not use the pause barrier must announce
-        `generation` itself, because the daemon cannot see when its broadcast ends."""
+        summary, or "" if no sync changed circuits, no engine serves, or a redeployment is running. Requests resume at
+        the time `until_s` even if the circuits are not restored by then. A trainer that does not use the pause barrier
+        must announce `generation` itself, because the daemon cannot see when the trainer's broadcast ends."""
         if not self._fabric.sync_is_up or fleet.redeploying() or not (engines := fleet.serving()):
             return ""
         within_s = min(self._within_s, SYNC_OVER_WITHIN_S, until_s - self._clock.now_s())
@@ -122,8 +122,8 @@ class GenerationCircuits:
 
     async def begin(self, fleet: StartingFleet) -> str:
         """Wait until no request is running, then set up circuits for the engines that are already running and return a
-        summary. During the wait, the existing circuits stay, and the list of periods contains a waiting period. Returns
-        early if a redeployment begins."""
+        summary. If requests may be running, the engines' traffic is first announced without a boundary. This leaves the
+        existing circuits up and lists the period as waiting. Returns early if a redeployment begins."""
         limit_s = self._clock.now_s() + REPORTED_WITHIN_S
         while not fleet.redeploying() and fleet.idle() is None and self._clock.now_s() < limit_s:
             await self._clock.sleep(LOOK_S)
@@ -149,8 +149,8 @@ class GenerationCircuits:
         return True
 
     async def follow(self, engines: Iterable[ServingEngine]) -> str:
-        """Set up circuits for these engines and return a summary. When this returns, the engines may serve, even if the
-        circuits were not changed."""
+        """Set up circuits for these engines and return a summary. When the call returns, the engines may serve, even if
+        the circuits were not changed."""
         self._followed = True
         return await self._announce(list(engines), boundary=True)
 
@@ -200,8 +200,8 @@ class GenerationCircuits:
 
 
 def _gpus_per_server(site: Site) -> int:
-    """Return the number of GPUs of the largest server in a generating PoD. An engine with more GPUs reduces in two
-    levels, inside and between servers."""
+    """Return the number of GPUs of the largest server in a generating PoD. An engine with more GPUs performs reductions
+    in two levels, inside and between servers."""
     return max((len(server.gpus) for server in site.servers if site.pod[server.pod].role is PodRole.GEN), default=1)
 
 

@@ -43,8 +43,8 @@ class _IntentPart(Section):
 
 
 def parse_intent(period: str, text: str, job: str = "") -> Intent:
-    """Parse an intent. `job` is used if the text does not name a job. Raises ProblemFaults with all faults if the text
-    is invalid."""
+    """Parse an intent from JSON text. `job` is used if the text does not name a job. Raises ProblemFaults, listing
+    every fault, if the text is invalid or `period` is empty."""
     faults = [] if period else ["period: must be a name, got ''"]
     if len(text) > MOST_BYTES:
         raise ProblemFaults([*faults, f"intent: must be at most {MOST_BYTES} bytes, got {len(text)}"])

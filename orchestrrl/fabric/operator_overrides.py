@@ -28,7 +28,7 @@ class OperatorOverrides:
     """The pins, override and masks that operators set for one site. Construction recovers them from the journal."""
 
     def __init__(self, site: Site, journal: Journal, clock: Clock, changed: Callable[[], None] = lambda: None) -> None:
-        """Load the stored constraints. `changed` is called after each change."""
+        """Load the stored constraints. `changed` is called after each change of the constraints."""
         self._site = site
         self._nics = {str(server.id): len(server.tors) for server in site.servers}
         self._journal = journal
@@ -60,7 +60,7 @@ class OperatorOverrides:
 
     def pin(self, cross_connects: Sequence[str], reason: str, ttl_s: float) -> FabricControl:
         """Pin these cross-connects or, if the list is empty, all cross-connects. Raises ProblemFaults if a
-        cross-connect is not possible in the site or `ttl_s` is invalid."""
+        cross-connect is not possible in the site, two cross-connects use the same port, or `ttl_s` is invalid."""
         faults = [
             f"cross_connects[{index}]: {fault}"
             for index, text in enumerate(cross_connects)
@@ -88,7 +88,8 @@ class OperatorOverrides:
         return self._set(FabricControl(reason=reason), self.masked, reason)
 
     def mask(self, masked: Sequence[str], reason: str) -> None:
-        """Replace the list of masked components. Raises ProblemFaults if a component is not part of the site."""
+        """Replace the list of masked components, which must not be used. Raises ProblemFaults if a component is not
+        part of the site."""
         found = enumerate(map(self._failure, masked))
         self._check([f"masked[{index}]: {fault}" for index, fault in found if isinstance(fault, str)])
         self._set(self._control, tuple(sorted(set(masked))), reason)
@@ -120,8 +121,8 @@ class OperatorOverrides:
         return "" if ends is not None else f"must join two different endpoints, got {text!r}"
 
     def _failure(self, text: str) -> FabricFailures | str:
-        """Return the component that a mask names, as a failure. If the mask's text is invalid, return the fault as a
-        text."""
+        """Return the component that the mask `text` names, as a FabricFailures value. If `text` is invalid, return a
+        description of the fault."""
         kind, _, what = text.partition(" ")
         numbered = _NUMBERED.fullmatch(what)
         name, number = (numbered["name"], int(numbered["number"])) if numbered else ("", 0)

@@ -69,8 +69,8 @@ class FabricRouting:
 
     @asynccontextmanager
     async def standing_still(self) -> AsyncIterator[None]:
-        """Suspend periodic rerouting inside the `async with` block, for cable checks. Routes do not change there, even
-        if links gain or lose light."""
+        """Suspend rerouting inside the `async with` block, so that cables can be checked. Routes do not change inside
+        the block, even if links gain or lose light."""
         async with self._turn:
             was, self._is_changing = self._is_changing, True
             try:
@@ -82,8 +82,8 @@ class FabricRouting:
     # --- called by the coordinator
 
     async def prepare(self, up: Iterable[PortPair], stages: Sequence[TransitionStage]) -> None:
-        """Compute and cache the routes before and after each stage of a transition, before its window opens. `up` are
-        the cross-connects that are up now."""
+        """Compute and cache the routes before and after each stage of a transition, before its window opens. `up`
+        contains the cross-connects that are up now."""
         points, now = [], frozenset(up)
         for stage in stages:
             drained = now.difference(stage.remove)
@@ -176,8 +176,8 @@ class FabricRouting:
         logger.warning("packets use %d of %d links: %s", len(routed.links), len(lit), routed.faults_text or "no faults")
 
     async def _seen(self) -> frozenset[PortPair]:
-        """Return the cross-connects that are up. For a switch that does not answer, the cross-connects that were last
-        known are returned."""
+        """Return the cross-connects that are up. For a switch that does not answer, return the cross-connects that were
+        last known to be up."""
         known = self._over or self._recorded
         site_reading = await self._scan()
         return site_reading.cross_connects | _on(known, site_reading.unread)

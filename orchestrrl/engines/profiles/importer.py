@@ -38,7 +38,7 @@ class ImportHandle(Protocol):
 
     def decode_step_latency(self, gen_tokens: int, isl: int, osl: int) -> float:
         """Return the duration in milliseconds of the decode step for the last of `osl` tokens after a prompt of `isl`
-        tokens."""
+        tokens. `gen_tokens` is the number of sequences in the batch."""
         ...
 
     def predict_prefill_latency(self, bs: int, isl: int) -> float:
@@ -47,7 +47,8 @@ class ImportHandle(Protocol):
 
 
 class ImportInputs(NamedTuple):
-    """The numbers that the kernel data does not contain, with their sources."""
+    """The numbers that the kernel data does not contain, with their sources. `switch_s` is the time, in seconds, that a
+    redeployment takes from the stop of the old engines to the first answer of the new engine."""
 
     max_sequences: int
     switch_s: float
@@ -100,8 +101,8 @@ def import_profile(
 def engine_profile(
     handle: ImportHandle, layout: Parallelism, rank_tokens: int, given: ImportInputs, provenance: Provenance
 ) -> EngineProfile:
-    """Return the profile of one layout, fitted over the batches that fit in the KV cache of `rank_tokens` per
-    data-parallel rank. Raises ValueError if too few batches fit."""
+    """Return the profile of one layout, fitted to the batches that fit in a KV cache of `rank_tokens` tokens per
+    data-parallel rank. Raises ValueError if too few batches fit in the KV cache."""
     fitted = fit_step(step_table(handle, layout, rank_tokens, given.max_sequences), robust=False)
     rate, prefill_error = fit_rate(_prefill_table(handle))
     estimate = f"{provenance.detail}: memory model, {MEMORY_FRACTION:.0%} of the GPU's memory"
@@ -124,8 +125,9 @@ def engine_profile(
 
 
 def step_table(handle: ImportHandle, layout: Parallelism, rank_tokens: int, max_sequences: int) -> list[StepSample]:
-    """Return the predicted decode steps of the whole engine for the batches and contexts that fit in the KV cache.
-    Batch sizes double, with one size in between. Raises ValueError if no batch fits."""
+    """Return the predicted decode steps of the whole engine for the batches and contexts that fit in a KV cache of
+    `rank_tokens` tokens per data-parallel rank. Batch sizes are powers of two and, from 8 on, the sizes halfway between
+    them. Raises ValueError if no batch fits."""
     samples = []
     for batch in _batches(max(1, max_sequences // layout.dp)):
         for context in CONTEXTS:
@@ -147,8 +149,8 @@ def _prefill_table(handle: ImportHandle) -> list[TimedSample]:
 
 
 def _moves(vendor: "Aiconfigurator", handle: ImportHandle, provenance: Provenance) -> MoveCosts | None:
-    """Return the costs of moving a request: recomputation at the prefill speed of `handle`, and transfer at one GPU's
-    rate between nodes. Return None if the package has no data for the link."""
+    """Return the costs of moving a request by recomputation, at the prefill speed of `handle`, and by transfer, at one
+    GPU's rate between nodes. Return None if the package has no data for the link."""
     link = vendor.link()
     if link is None:
         return None
@@ -197,16 +199,17 @@ class Aiconfigurator:
             return handle
 
     def room(self, layout: Parallelism, sequences: int) -> int:
-        """Return the KV capacity of one data-parallel rank in tokens. Raises ValueError, with the package's message, if
-        the package cannot compute it."""
+        """Return the KV capacity, in tokens, of one data-parallel rank of an engine that runs up to `sequences`
+        sequences. Raises ValueError, with the package's message, if the package cannot compute it."""
         return int(self._kv(layout, max(1, sequences // layout.dp))["total_kv_size_tokens"])
 
     def kv_bytes_per_token(self) -> float:
-        """Return the KV bytes per token of the whole model, as if one GPU held the whole model."""
+        """Return the number of KV bytes per token for the whole model, as if one GPU held the whole model."""
         return float(self._kv(Parallelism(), 1, gpu_memory_capacity_bytes_override=1 << 50)["kv_size_per_token_bytes"])
 
     def link(self) -> tuple[float, float] | None:
-        """Return one GPU's rate between nodes in bytes/s, and the latency in seconds; None if either is unknown."""
+        """Return one GPU's transfer rate between nodes in bytes/s and the latency in seconds, or None if either is
+        unknown."""
         node = self._database.load_system_spec(self.system).get("node", {})
         if not {"inter_node_bw", "p2p_latency"} <= node.keys():
             return None
@@ -214,8 +217,8 @@ class Aiconfigurator:
 
     @contextmanager
     def _in_our_terms(self) -> Iterator[None]:
-        """Convert the package's errors into ValueError, including HuggingFaceDownloadError for a model that is neither
-        bundled nor found in a folder."""
+        """Convert the package's errors in the enclosed block into ValueError. This includes HuggingFaceDownloadError,
+        which is raised for a model that is neither bundled nor found in a folder."""
         try:
             yield
         except (ValueError, LookupError, RuntimeError, self._utils.HuggingFaceDownloadError) as error:

@@ -1,7 +1,7 @@
-"""Measure a running engine: decode over a grid of (sequences, context), prefill, and the limits that it reports.
+"""Measure a running engine: its decode speed over a grid of (sequences, context), its prefill speed, and its limits.
 
 A point is a batch of unique prompts that decodes while the arrival time of every token is recorded. Its step time is
-the slope of time over tokens while the whole batch ran, as the median over its streams. Prompts are unique, so that
+the median, over its streams, of the slope of time over tokens while the whole batch ran. Prompts are unique, so that
 prefix caching has no effect. Tokens are sampled at temperature 1, as in rollouts. A measurement always aborts its
 requests, even if it fails. planner/cost/fit.py fits the samples.
 """
@@ -47,8 +47,9 @@ VOCABULARIES = (100_000, 30_000, 8_000, 1_000, 400, 100)
 
 
 class MeasurementInputs(NamedTuple):
-    """The configuration's id, and numbers that an engine may not report. A limit that is None is read from the
-    engine."""
+    """The inputs of a measurement: the configuration, and numbers that an engine may not report. `switch_s` is the
+    time, in seconds, that a redeployment takes from the stop of the old engines to the first answer of the new engine.
+    `budget_s` limits the duration of the measurement. A limit that is None is read from the engine."""
 
     id: ConfigurationId
     parallelism: Parallelism
@@ -72,7 +73,8 @@ class EngineCapacity:
 
 
 class MoveLink(NamedTuple):
-    """The network link for KV transfers between two engines, which an engine cannot report."""
+    """The KV size per token, and the network link for KV transfers between two engines. An engine cannot report
+    them."""
 
     kv_bytes_per_token: float
     transfer_gbps: float
@@ -96,15 +98,16 @@ class MeasuredProfile:
 async def measure(
     engine: Engine, wanted: MeasurementInputs, clock: Clock, on_step: OnStep = lambda done, total, doing: None
 ) -> MeasuredProfile:
-    """Measure the engine and return its profile. Raises ProblemFaults if neither the engine nor `wanted` gives a limit,
-    Permanent if the engine is busy or the budget was too short for a fit."""
+    """Measure the engine and return its profile. `on_step` receives the progress. Raises ProblemFaults if neither the
+    engine nor `wanted` gives a required limit, and Permanent if the engine is busy or the budget was too short for a
+    fit."""
     capabilities = await engine.capabilities()
     limits = await _limits(engine, capabilities, wanted)
     return await _Run(engine, limits, clock, wanted).measure(capabilities, on_step)
 
 
 def move_costs(prefill: Sequence[TimedSample], link: MoveLink, provenance: Provenance) -> MoveCosts:
-    """Return the costs of moving a request: recomputation and transfer. The cost of recomputation is fitted to the
+    """Return the costs of moving a request by recomputation and by transfer. The cost of recomputation is fitted to the
     measured samples `prefill`, which must contain several prompt lengths. The cost of transfer is linear in bytes."""
     recompute = fit_curve(prefill)
     large_s = link.latency_s + LARGE_BYTES * 8 / (link.transfer_gbps * 1e9)
@@ -113,10 +116,11 @@ def move_costs(prefill: Sequence[TimedSample], link: MoveLink, provenance: Prove
 
 
 def grid(limits: EngineCapacity) -> list[GridPoint]:
-    """Return the points that fit in the KV cache. The corners of the grid come first, so that the range is covered even
-    if the time budget ends early.
+    """Return the points of the measurement grid that fit in the KV cache. The corners of the grid come first, so that
+    the range is covered even if the time budget ends early.
 
-    Batches double up to the maximum number of sequences. Contexts quadruple up to the longest that leaves room to grow.
+    Batch sizes double up to the maximum number of sequences. Contexts quadruple up to the longest context that leaves
+    room for generated tokens.
     """
     batches = sorted({*(2**k for k in range(limits.max_sequences.bit_length())), limits.max_sequences})
     batches = [batch for batch in batches if batch <= limits.max_sequences]
@@ -299,7 +303,7 @@ class _Run:
 
     async def _prefill(self) -> list[TimedSample]:
         """Measure the time to the first token for several prompt lengths. The times include a constant overhead, which
-        the fit separates."""
+        the fit separates from the time per token."""
         longest = min(LONGEST_PREFILL_TOKENS, self._limits.max_model_len_tokens - 2)
         lengths = sorted({max(1, longest // 2**halvings) for halvings in range(5)})
         end_s = self._started_s + PREFILL_SHARE * self._wanted.budget_s
@@ -331,8 +335,8 @@ class _Run:
         return samples
 
     async def _point(self, point: GridPoint, point_s: float, patience_s: float | None = None) -> StepSample | str:
-        """Measure a batch. Returns its step time, or the reason why it could not be measured. `patience_s` bounds the
-        wait for a batch that may never run as a whole."""
+        """Measure a batch. Returns its step time, or the reason why it could not be measured. `point_s` is the planned
+        decode time. `patience_s` bounds the wait for a batch that may never run as a whole."""
         most_tokens = self._limits.max_model_len_tokens - point.context_tokens
         if patience_s is None:
             room = int(self._limits.kv_capacity_tokens / point.sequences) - point.context_tokens
@@ -428,9 +432,10 @@ class _Run:
 
 
 def sample_of(point: GridPoint, arrivals: Sequence[Sequence[tuple[float, int]]]) -> StepSample | None:
-    """Return the batch's step time: the median of its streams' slopes over the time in which the whole batch ran.
+    """Return the batch's step time: the median, over its streams, of the slope of time over tokens while the whole
+    batch ran.
 
-    `arrivals` has (time, tokens so far) per stream. Returns None if too few tokens arrived for a slope.
+    `arrivals` has (time, tokens so far) pairs per stream. Returns None if too few tokens arrived for a slope.
     """
     begin_s = max(stream[0][0] for stream in arrivals)
     end_s = min(stream[-1][0] for stream in arrivals)

@@ -4,7 +4,7 @@ The fit is robust least squares (Cauchy loss) on the logarithm of TPOT, with a p
 only affect models with experts are fitted second, on those models alone, so that a poor fit does not affect dense
 models. For each model, a separate set of constants is fitted without the model's rows, and the model is scored only
 with this set. Two checkpoints of one architecture (bf16 and fp8) count as one model. The form of the roofline and its
-priors are not cross-validated. They were chosen once for all models and engines, using all rows of the file.
+priors are not cross-validated. They were chosen once for all models and engines, using all measured deployments.
 """
 
 import json
@@ -33,7 +33,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class DeploymentColumns:
-    """The columns of the deployments as arrays indexed by row. The roofline is evaluated on these arrays."""
+    """The columns of a table of measured deployments, as arrays indexed by row. The roofline is evaluated on these
+    arrays."""
 
     work: IterationWork
     backends: tuple[str, ...]
@@ -60,22 +61,22 @@ def rows_of(deployments: Sequence[MeasuredDeployment]) -> DeploymentColumns:
 
 
 def predicted_s(rows: DeploymentColumns, values: Mapping[str, float]) -> Floats:
-    """Return the predicted TPOT of every row, in seconds, with one set of constants."""
+    """Return the predicted TPOT of every row in seconds, computed with the constants in `values`."""
     by_backend = {backend: constants_of(values, backend) for backend in sorted(set(rows.backends))}
     constants = stacked([by_backend[backend] for backend in rows.backends])
     return tpot_s(rows.work, constants, rows.context_tokens, rows.prompt_tokens, rows.output_tokens)
 
 
 def fit(deployments: Sequence[MeasuredDeployment]) -> dict[str, dict[str, float]]:
-    """Return the fitted constants, keyed by the model that was left out of the fit. The key `ALL_MODELS` has the
-    constants fitted on all models."""
+    """Return the sets of fitted constants, each keyed by the name of the model that was left out of its fit. The key
+    `ALL_MODELS` has the set that was fitted on all models."""
     rows = rows_of(deployments)
     models = np.array(rows.models)
     return {left_out: fit_one(rows, models != left_out) for left_out in (ALL_MODELS, *sorted(set(rows.models)))}
 
 
 def fit_one(rows: DeploymentColumns, used: NDArray[np.bool_]) -> dict[str, float]:
-    """Return the constants that fit the `used` rows best under their priors."""
+    """Return the constants that best fit the rows selected by `used`, under the priors of the constants."""
     values = prior_values()
     dense = [name for name in values if name not in MOE_ONLY]
     for free, which in ((dense, used & ~rows.moe), (list(MOE_ONLY), used & rows.moe)):
@@ -122,7 +123,7 @@ def left_out_errors(deployments: Sequence[MeasuredDeployment], sets: Mapping[str
 
 def write_fitted(path: Path, sets: Mapping[str, Mapping[str, float]], errors: Floats, source: str, today: date) -> None:
     """Write the sets of constants as a Python module of literals, which the planner imports. `errors` is the result of
-    `left_out_errors`."""
+    `left_out_errors`, and `source` names the measurements."""
     rows = [(name, ", ".join(f"{values[name]:.4g}" for values in sets.values())) for name in sets[ALL_MODELS]]
     lines = [
         '"""Fitted engine constants. Written by `orchestrrl profile fit`, do not edit. The names are documented in',

@@ -5,8 +5,8 @@ and, for rows that differ only in TP, the error of `predicted(tp a) / predicted(
 
 Predictions come from the roofline (`roofline`) or from a profile measured on the engine (`score_measured`). In the
 second case, each row is predicted by a profile that is fitted to the engine's rows with other prompt and output
-lengths. Like the profiles of `profile measure`, it has a curve over sequences, a time per KV token and a time per
-prompt token.
+lengths. Like the profiles of `profile measure`, this profile has a curve over sequences, a time per KV token and a time
+per prompt token.
 """
 
 from collections import defaultdict
@@ -33,13 +33,14 @@ class ScoredPrediction:
 
     @property
     def error(self) -> float:
-        """The relative error of the prediction; above 0 if the predicted TPOT is too high."""
+        """The relative error of the prediction. It is positive if the predicted TPOT is too high."""
         return self.tpot_s / self.deployment.tpot_s - 1
 
 
 def roofline(deployments: Sequence[MeasuredDeployment]) -> list[ScoredPrediction]:
-    """Return one prediction per deployment, in the order of `deployments`, with the constants fitted without its model.
-    A model that was not part of the fit is predicted with the constants fitted on all models."""
+    """Return the roofline's prediction for each deployment, in the order of `deployments`. Each prediction uses the
+    constants that were fitted without the deployment's model or, if the model was not part of the fit, the constants
+    fitted on all models."""
     if not deployments:
         return []
     rows = rows_of(deployments)
@@ -138,8 +139,8 @@ LINE_IS_ENOUGH = 0.03
 
 
 def score_measured(silicon: SiliconData) -> tuple[list[ScoredPrediction], list[UnpredictedRow]]:
-    """Return the predictions by measured profiles, and the rows without a prediction, with reasons. A row has no
-    prediction if too few rows with other prompt and output lengths exist for its engine."""
+    """Return the predictions by measured profiles, and the rows without a prediction, each with the reason. A row has
+    no prediction if too few rows with other prompt and output lengths exist for its engine."""
     scored: list[ScoredPrediction] = []
     missing: list[UnpredictedRow] = list(silicon.unpredicted)
     for engine in _engines(silicon.deployments):
@@ -156,7 +157,7 @@ def score_measured(silicon: SiliconData) -> tuple[list[ScoredPrediction], list[U
 
 
 def _engines(deployments: Sequence[MeasuredDeployment]) -> list[list[MeasuredDeployment]]:
-    """Group the rows by engine: the same model, system, software and layout."""
+    """Group the rows by engine. The rows of one engine have the same model, system, software and layout."""
     engines: dict[object, list[MeasuredDeployment]] = defaultdict(list)
     for row in deployments:
         engines[(*(row.texts[name] for name in TEXTS), row.parallelism)].append(row)
@@ -187,8 +188,8 @@ def _sample(row: MeasuredDeployment) -> StepSample:
 
 
 def _prefilled_tokens(row: MeasuredDeployment) -> float:
-    """Return the number of prompt tokens prefilled per decode step of a closed loop: while one request decodes, each of
-    the other concurrent requests is prefilled once."""
+    """Return the number of prompt tokens that are prefilled per decode step of a closed loop. While one request
+    decodes, each of the other concurrent requests is prefilled once."""
     return max(0.0, row.sequences - 1) * row.load.prompt_tokens / row.load.output_tokens
 
 

@@ -1,8 +1,8 @@
 """Read measured deployments from a CSV file: the TPOT of whole engines at a given concurrency.
 
 The columns are those of NVIDIA AIConfigurator's `silicon_sample.csv`; other columns are ignored. `batch_size` is the
-concurrency. A row with missing or unsupported values is unpredicted, with a reason. An invalid value (text for a
-number, a negative time) is a fault of the file. All faults are reported at once.
+concurrency. A row with missing or unsupported values is reported as unpredicted, with a reason. An invalid value (text
+for a number, a negative time) is a fault of the file. All faults are reported at once.
 """
 
 import csv
@@ -39,11 +39,11 @@ WEIGHT_BITS: dict[str, float | None] = {
 
 @dataclass(frozen=True, slots=True)
 class MeasuredDeployment:
-    """A row of the file that the cost model can predict."""
+    """One row of a CSV file of measured deployments. The cost model can predict its TPOT."""
 
     row: int  # 1 is the first row below the header
     texts: dict[str, str]
-    numbers: dict[str, float]  # the given ones only
+    numbers: dict[str, float]  # only the values that are given
     model: Model
     gpu: GpuModel
     parallelism: Parallelism
@@ -61,7 +61,7 @@ class MeasuredDeployment:
 
     @property
     def sequences(self) -> float:
-        """The number of requests that run at once."""
+        """The number of requests that the engine runs at once."""
         return running_sequences(self.load, kv_capacity_tokens(self.model, self.gpu, self.parallelism, self.precision))
 
     def but_for_tp(self) -> tuple[str | float | None, ...]:
@@ -89,7 +89,8 @@ class NotModelled(ValueError):
 
 
 def read_silicon(path: Path) -> SiliconData:
-    """Read the measured deployments in the file. Raises ProblemFaults, listing every fault, if the file is invalid."""
+    """Read the measured deployments from a CSV file. Raises ProblemFaults, listing every fault, if the file is
+    invalid."""
     return parse_silicon(read_text(path).removeprefix("\ufeff"))
 
 
@@ -180,8 +181,8 @@ def _parallelism(model: Model, numbers: dict[str, float]) -> Parallelism:
 
 
 def _precision(model: Model, texts: dict[str, str]) -> Precision:
-    """Return the precision of a row. If a model's experts are published in 4 bits, they keep 4 bits, and the rest of
-    the model keeps its published precision."""
+    """Return the precision of a measured deployment from the texts of its row. If a model's experts are published in 4
+    bits, they keep 4 bits, and the rest of the model keeps its published precision."""
     mode = (texts["gemm_quant_mode"] or texts["precision"]).lower()
     if mode not in WEIGHT_BITS:
         raise NotModelled(f"the quantisation must be one of {', '.join(filter(None, WEIGHT_BITS))}, got {mode!r}")

@@ -16,15 +16,15 @@ OVERFILLS = (1.15, 1.3, 1.6, 2.0, 3.0)
 
 
 class GridPoint(NamedTuple):
-    """One batch of the grid: the number of sequences, and the prompt tokens of each."""
+    """One batch to be measured: the number of sequences, and the number of prompt tokens of each sequence."""
 
     sequences: int
     context_tokens: int
 
 
 class Spill(NamedTuple):
-    """The cost of KV beyond the capacity: seconds per excess token and step, and the largest number of excess tokens
-    that was measured."""
+    """The cost of KV beyond an engine's capacity. `s_per_token` is the time in seconds that each excess token adds to a
+    step. `capacity_tokens` is the largest number of excess tokens that was measured."""
 
     s_per_token: float
     capacity_tokens: int
@@ -50,9 +50,9 @@ def overfills(
 
 
 def spill_of(samples: Sequence[StepSample], step: StepTime, capacity_tokens: int) -> Spill | None:
-    """Return the spill cost from the samples beyond the capacity and the step time within it. Return None if no sample
-    exceeds the capacity. Also return None if the samples beyond the capacity take no longer than `step` predicts,
-    because the real capacity is then larger."""
+    """Return the cost of KV beyond the capacity. It is computed from the samples beyond the capacity and from `step`,
+    the step time within the capacity. Return None if no sample exceeds the capacity. Also return None if the samples
+    beyond the capacity take no longer than `step` predicts, because the real capacity is then larger."""
     beyond = [sample for sample in samples if sample.kv_tokens > capacity_tokens]
     if not beyond:
         return None

@@ -1,7 +1,8 @@
 """Read and write profiles: one YAML document per model, GPU and engine, which operators can read and edit.
 
-Every number has a source, a date and a fit error. A configuration's `provenance` applies to all of its numbers except
-those in `others`. All faults of a file are reported at once. Files are replaced atomically.
+Every number has a source and a date, and every fitted number has a fit error. A configuration's `provenance` applies to
+all of its numbers except those listed in `others`. All faults of a file are reported at once. Files are replaced
+atomically.
 """
 
 import os
@@ -100,7 +101,8 @@ class ByBytes(_CurveSection):
 
 
 class BySequences(_CurveSection):
-    """The time of a decode step: seconds at each number of sequences without KV, and seconds per KV token."""
+    """The time of a decode step in seconds: a curve over the number of sequences, plus a time per KV token. Each token
+    beyond the KV capacity adds `per_spilled_token`."""
 
     sizes: Increasing = Field(alias="sequences")
     per_kv_token: NonNegativeFloat
@@ -161,7 +163,7 @@ class ProfileSection(Section):
 
 
 def read_profile(path: Path | str) -> Profile:
-    """Read the profile in the file. Raises ProblemFaults, listing every fault, if the profile is invalid."""
+    """Read a profile from the file at `path`. Raises ProblemFaults, listing every fault, if the profile is invalid."""
     return parse_profile(read_text(path))
 
 
@@ -182,8 +184,8 @@ def parse_profile(text: str) -> Profile:
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    """Replace the file atomically: concurrent readers see the old or the new profile. Raises OSError if the file cannot
-    be written."""
+    """Write the profile to `path`, replacing the file atomically, so that concurrent readers see the old or the new
+    profile. Raises OSError if the file cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -204,7 +206,7 @@ def as_text(profile: Profile) -> str:
 
 
 def as_document(profile: Profile) -> dict[str, Any]:
-    """Return the profile as plain values in the structure of the file. Fields with default values are omitted."""
+    """Return the profile as plain values in the structure of a profile file. Fields with default values are omitted."""
     moves = profile.moves
     document: dict[str, Any] = {"model": profile.model, "gpu": profile.gpu, "engine": profile.engine}
     if moves is not None:
@@ -214,8 +216,7 @@ def as_document(profile: Profile) -> dict[str, Any]:
 
 
 def with_engine(profile: Profile, engine: EngineProfile) -> Profile:
-    """Return the profile with this configuration added. It replaces the configuration with the same id, if there is
-    one."""
+    """Return the profile with the configuration `engine` added. A configuration with the same id is replaced."""
     by_id = {each.id: each for each in (*profile.configurations, engine)}
     return replace(profile, configurations=tuple(by_id.values()))
 

@@ -28,7 +28,10 @@ class OperatorControl:
 
     def __post_init__(self) -> None:
         if (self.state is ControlState.OVERRIDDEN) != (self.configuration is not None):
-            raise ValueError(f"configuration must be set if and only if state is overridden, got {self.configuration}")
+            raise ValueError(
+                f"configuration must be set if and only if state is overridden, got {self.configuration} in state"
+                f" {self.state}"
+            )
 
     def at(self, now_s: float) -> "OperatorControl":
         """Return this control if it is still in force at `now_s`, and FREE if it has expired."""

@@ -61,7 +61,7 @@ class GatewayRollout:
         patience: ClientPatience | None = None,
     ) -> None:
         if weights_dir is not None and not engine_urls:
-            raise ValueError("weights_dir requires engine_urls, the servers that load the weights")
+            raise ValueError("engine_urls must name the servers that load the weights from weights_dir, got none")
         if weights_dir is not None and sync is not None:
             raise ValueError("sync and weights_dir must not be used together")
         self._gateway_url = gateway_url
@@ -108,11 +108,11 @@ class GatewayRollout:
         Raises the errors of `WeightsClient.publish` or `reload_weights`.
         """
         if self._sync is None and self._weights_dir is None:
-            raise Permanent("sync_weights: requires sync or weights_dir, both are None")
+            raise Permanent("sync_weights: sync or weights_dir must be set, got None for both")
         if hasattr(trainer.model, "peft_config"):
             raise Permanent(
-                "the adapter of a PEFT model is separate from its weights: omit sync and weights_dir, and update the"
-                " engines yourself"
+                "cannot sync the weights of a PEFT model, because its adapter is separate from them; omit sync and"
+                " weights_dir, and update the engines yourself"
             )
         if self._sync is not None:
             if self._ahead is None:  # a restarted trainer repeats steps with other weights
@@ -167,14 +167,20 @@ class GatewayRollout:
 def tokenize(prompts: list[Any], trainer: GrpoTrainer) -> list[list[int]]:
     """Return the token ids of text prompts or conversations, using the trainer's tokenizer and chat template."""
     if trainer.tools:
-        raise Permanent("tools: not supported, TRL does not use rollout_func for the turns after a tool call")
+        raise Permanent(
+            "tools: must not be set, because TRL does not use rollout_func for the turns after a tool call,"
+            f" got {shorten(trainer.tools)}"
+        )
     if isinstance(prompts[0], str):
         ids = trainer.processing_class(text=prompts)["input_ids"]
     else:
         contents = [message["content"] for prompt in prompts for message in prompt]
         parts = [part for content in contents if isinstance(content, list) for part in content]
         if any(part.get("type") != "text" for part in parts):
-            raise Permanent("prompts: must consist of text, which is sent as token ids, got other content parts")
+            raise Permanent(
+                "prompts: must have only text parts, because prompts are sent as token ids,"
+                f" got a part of type {next(part.get('type') for part in parts if part.get('type') != 'text')!r}"
+            )
         ids = trainer.processing_class.apply_chat_template(
             conversation=prompts,
             chat_template=trainer.chat_template,
@@ -189,7 +195,9 @@ def tokenize(prompts: list[Any], trainer: GrpoTrainer) -> list[list[int]]:
 def sampling_parameters(trainer: GrpoTrainer) -> dict[str, Any]:
     """Return the fields of a completion request for TRL's settings. As in TRL, `generation_kwargs` take precedence."""
     if trainer.max_completion_length is None:
-        raise Permanent("max_completion_length: must be set, else engines apply their own limit")
+        raise Permanent(
+            "max_completion_length: must be set, because engines would otherwise apply their own limit, got None"
+        )
     return {
         "max_tokens": trainer.max_completion_length,
         "temperature": trainer.temperature,
@@ -209,13 +217,18 @@ def read_completion(answer: Mapping[str, Any], request_id: str) -> tuple[list[in
     try:
         (choice,) = answer["choices"]
         if choice["finish_reason"] not in ("stop", "length"):
-            raise Permanent(f"{request_id} ended with {choice['finish_reason']!r}: the completion is not complete")
+            raise Permanent(
+                f"{request_id}: the completion must end with finish_reason stop or length,"
+                f" got {choice['finish_reason']!r}"
+            )
         token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         if not token_ids or len(token_ids) != len(logprobs):
-            raise ValueError(f"must have one logprob per token, got {len(token_ids)} and {len(logprobs)}")
+            raise ValueError(
+                f"the response must have one logprob per token, got {len(logprobs)} for {len(token_ids)} tokens"
+            )
         return token_ids, logprobs
     except (KeyError, TypeError, ValueError) as fault:
         raise Permanent(
-            f"{request_id}: the answer has no token ids with logprobs ({shorten(str(fault))}); engines must support "
-            f"return_token_ids: {shorten(dict(answer))}"
+            f"{request_id}: the response must have token ids and logprobs ({shorten(str(fault))}), got "
+            f"{shorten(dict(answer))}; use engines that support return_token_ids"
         ) from fault

@@ -74,9 +74,9 @@ def _unchanged() -> Iterator[None]:
     try:
         yield
     except Retryable as error:
-        raise Retryable(f"no weights were changed: {error}", error.after_s) from error
+        raise Retryable(f"cannot pause the engines: {error}; no weights were changed", error.after_s) from error
     except Permanent as error:
-        raise Permanent(f"no weights were changed: {error}") from error
+        raise Permanent(f"cannot pause the engines: {error}; no weights were changed") from error
 
 
 class _Barrier:
@@ -152,7 +152,10 @@ class _Barrier:
         told = await _call(self.http, f"{self._url}/version", method="GET")
         url, self._name = told.get("operator_url"), told.get("gateway")
         if not isinstance(url, str):
-            raise Permanent(f"{self._url}/version: has no operator_url: the URL must be that of an OrchestrRL gateway")
+            raise Permanent(
+                f"{self._url}/version must return an operator_url, got {shorten(told)}; use the URL of an OrchestrRL"
+                " gateway"
+            )
         return url.rstrip("/")
 
 
@@ -160,9 +163,9 @@ async def _reload_behind(barrier: _Barrier, urls: Sequence[str], weights_path: s
     strangers = [url for url in urls if url not in barrier.ids]
     if strangers or barrier.restless:
         await barrier.open(None, ())
-        because = [f"{url} is not an engine of the gateway ({', '.join(barrier.ids)})" for url in strangers]
+        because = [f"{url} is not an engine of the gateway (engines: {', '.join(barrier.ids)})" for url in strangers]
         because += [f"{engine} could not be paused: {detail}" for engine, detail in barrier.restless.items()]
-        raise Permanent(f"no weights were changed: {'; '.join(because)}")
+        raise Permanent(f"cannot reload the weights: {'; '.join(because)}; no weights were changed")
     holding = asyncio.create_task(barrier.renew())
     try:
         torn = await _load(barrier.http, urls, weights_path)
@@ -173,9 +176,7 @@ async def _reload_behind(barrier: _Barrier, urls: Sequence[str], weights_path: s
     try:
         await barrier.open(policy_version, without, weights_path)
     except OrchestrRLError as error:
-        raise OutcomeUnknown(
-            f"{weights_path} was loaded, but the pause barrier could not be opened: {error}"
-        ) from error
+        raise OutcomeUnknown(f"cannot open the pause barrier after loading {weights_path}: {error}") from error
     if torn:
         raise _torn(weights_path, torn)
 
@@ -231,13 +232,13 @@ async def _call(
             text = await response.text()
             answer = await response.json() if response.status == 200 and "json" in response.content_type else {}
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise Retryable(f"{url}: {error or type(error).__name__}", RETRY_AFTER_S) from error
+        raise Retryable(f"cannot call {url}: {error or type(error).__name__}", RETRY_AFTER_S) from error
     if response.status == 404:
-        raise Permanent(f"{url}: not found; start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment")
+        raise Permanent(f"{url} was not found; start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment")
     if response.status in (503, 504):
-        raise Retryable(f"{url}: {response.status}: {shorten(text, 300)}", RETRY_AFTER_S)
+        raise Retryable(f"{url} returned status {response.status}: {shorten(text, 300)}", RETRY_AFTER_S)
     if response.status != 200:
-        raise Permanent(f"{url}: {response.status}: {shorten(text, 300)}")
+        raise Permanent(f"{url} returned status {response.status}: {shorten(text, 300)}")
     return answer if isinstance(answer, dict) else {}
 
 

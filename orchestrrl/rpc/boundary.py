@@ -53,7 +53,10 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
     def opened(self) -> Iterator[None]:
         """Count a call as open. Raises LimitReached if too many calls are open."""
         if self._open >= self._limits.calls:
-            raise LimitReached(f"(call): at most {self._limits.calls} calls can be open (limits.calls), got one more")
+            raise LimitReached(
+                f"(call): at most {self._limits.calls} calls may be open at a time (limits.calls), got"
+                f" {self._open + 1}; try again later"
+            )
         self._open += 1
         try:
             yield
@@ -69,7 +72,9 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         try:
             message = deserialize(raw)
         except DecodeError:
-            raise ProblemFaults([f"(message): must be a message of the method's type, got {len(raw)} bytes"]) from None
+            raise ProblemFaults(
+                [f"(message): must be a message of the method's type, got {len(raw)} bytes that cannot be decoded"]
+            ) from None
         for _ in checking(message, self._limits):
             await asyncio.sleep(0)
         return message

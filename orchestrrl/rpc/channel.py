@@ -53,7 +53,7 @@ class Backoff:
 
     def __post_init__(self) -> None:
         if not 0 < self.first_s <= self.cap_s:
-            raise ValueError(f"first_s must be > 0 and <= cap_s, got {self.first_s} and {self.cap_s}")
+            raise ValueError(f"first_s must be > 0 and <= cap_s, got first_s {self.first_s} and cap_s {self.cap_s}")
 
     def delay_s(self, failures: int, rng: random.Random = _RNG) -> float:
         """Return the delay in seconds after `failures` (>= 1) consecutive failed attempts."""

@@ -144,7 +144,7 @@ class OneOf:
         """Read the field that is set. Raises ValueError if none of the known fields is set."""
         name = message.WhichOneof(self.name)
         if name not in self.codecs:
-            raise ValueError(f"{self.name} must be set to a field that this version supports")
+            raise ValueError(f"{self.name} must be set to a field that this version supports, got {name}")
         return self.codecs[name].from_pb(getattr(message, name))
 
 
@@ -298,7 +298,7 @@ def _compiled(argument: str, values: Iterable[str], names: dict[str, Any]) -> Co
 def needed(name: str, value: str) -> str:
     """Return `value`. Raises ValueError, with the field's name, if it is empty."""
     if not value:
-        raise ValueError(f"{name} must not be empty")
+        raise ValueError(f"{name} must not be empty, got ''")
     return value
 
 

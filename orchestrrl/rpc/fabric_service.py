@@ -52,7 +52,12 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
         if first is None:
             return
         if not first.HasField("hello") or not first.hello.host:
-            raise ProblemFaults(["the first message must be a hello with the host's name"])
+            raise ProblemFaults(
+                [
+                    f"the first message must be a hello with the host's name, got {first.WhichOneof('message')}"
+                    f" with host {first.hello.host!r}"
+                ]
+            )
         stream = self._hub.attach(first.hello.host, jobs_from_pb(first.hello))
         tasks = (asyncio.ensure_future(self._receive(request_iterator, stream)), asyncio.ensure_future(stream.ping()))
         try:

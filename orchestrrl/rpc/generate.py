@@ -32,7 +32,7 @@ def generate(target: Path) -> None:
                 f"--{name}_out=quiet:{raw_dir}",
             ]
         if protoc.main([*arguments, *sources]) != 0:
-            raise SystemExit("protoc failed, see above")
+            raise SystemExit("protoc failed; see its messages above")
         for path in sorted(Path(raw_dir, "orchestrrl", "v1").iterdir()):
             (target / path.name).write_text(_flatten(path.read_text()))
     (target / "__init__.py").write_text('"""Generated from proto/ by `make generate`; do not edit."""\n')
@@ -63,7 +63,7 @@ def main() -> None:
         found = filecmp.dircmp(fresh_dir, TARGET, ignore=["__pycache__"])
         stale = sorted({*found.left_only, *found.right_only, *found.diff_files})
     if stale:
-        raise SystemExit(f"generated code differs from proto/, run `make generate`: {', '.join(stale)}")
+        raise SystemExit(f"generated code differs from proto/: {', '.join(stale)}; run `make generate`")
 
 
 if __name__ == "__main__":

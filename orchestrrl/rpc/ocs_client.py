@@ -227,7 +227,7 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
         except DriverOutcomeUnknown as error:
             words = str(error)
         except ValueError as error:
-            words = f"invalid answer from the driver process: {error}"
+            words = f"invalid response from the driver process: {error}"
         reconfiguration_s = (await self._after_setting(self.facts())).reconfiguration_s
         began_s = self._clock.now_s()
         deadline_s = began_s + max(1.0, 10 * reconfiguration_s)
@@ -268,7 +268,7 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
             return await reading
         except (DriverPermanent, DriverRetryable) as error:
             raise DriverOutcomeUnknown(
-                f"the device could not be read after a command was sent to it: {error.message}",
+                f"cannot read the device after a command was sent to it: {error.message}",
                 device=self.device,
                 command=error.command,
                 answer=error.answer,
@@ -278,7 +278,7 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
         try:
             return read(response)
         except ValueError as error:
-            raise DriverPermanent(f"invalid answer from the driver process: {error}", device=self.device) from None
+            raise DriverPermanent(f"invalid response from the driver process: {error}", device=self.device) from None
 
     def _opened(self) -> "tuple[grpc.aio.Channel, ocs_pb2_grpc.OcsDriverAsyncStub]":
         if self._session is None:

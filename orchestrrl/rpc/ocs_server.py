@@ -65,7 +65,7 @@ class OcsDriverService(ocs_pb2_grpc.OcsDriverServicer):
         if (first := await anext(orders, None)) is None:
             return
         if not first.HasField("arm"):
-            raise ProblemFaults(["the first order must be arm"])
+            raise ProblemFaults([f"the first order must be arm, got {first.WhichOneof('order')}"])
         diff = await read(context, first.arm.diff, convert.DIFF.from_pb)
         await self._driver.facts()  # connects
         yield pb.CommitAnswer(armed=pb.CommitAnswer.Armed())

@@ -107,7 +107,7 @@ class NodeService(agent_pb2_grpc.NodeServicer):
         if first is None:
             return
         if not first.HasField("hello"):
-            raise ProblemFaults(["the first message must be a hello"])
+            raise ProblemFaults([f"the first message must be a hello, got {first.WhichOneof('message')}"])
         hello = await read(context, first.hello, node_codec.HELLO.from_pb)
         attachment = self._fleet.attach(hello)
         results = asyncio.create_task(self._receive(request_iterator, attachment))
@@ -184,4 +184,6 @@ def _bind(server: grpc.aio.Server, address: str) -> int:
     try:
         return server.add_insecure_port(address)
     except RuntimeError:
-        raise Permanent(f"cannot listen on {address}: it is in use, or this user lacks the permission") from None
+        raise Permanent(
+            f"cannot listen on {address}: it is in use, or this user lacks permission; choose another address"
+        ) from None

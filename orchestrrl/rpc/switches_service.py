@@ -105,7 +105,7 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
 
     async def ConnectPorts(self, request: pb.ConnectPortsRequest, context: Context) -> pb.SwitchChange:
         await self._require(request.switch_id, context)
-        faults = [] if request.cross_connects else ["cross_connects: must name at least one, got []"]
+        faults = [] if request.cross_connects else ["cross_connects: must have at least one cross-connect, got []"]
         if request.mode not in ("", *ChangeMode):
             faults.append(f"mode: must be one of {', '.join(ChangeMode)}, got {request.mode!r}")
         if faults:
@@ -116,7 +116,7 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
     async def DisconnectPorts(self, request: pb.DisconnectPortsRequest, context: Context) -> pb.SwitchChange:
         await self._require(request.switch_id, context)
         if not request.cross_connects:
-            raise InvalidChange(["cross_connects: must name at least one, got []"])
+            raise InvalidChange(["cross_connects: must have at least one cross-connect, got []"])
         change = CircuitChange(disconnect=convert.pairs_from_pb(request.cross_connects))
         return await self._change(request, change, ChangeMode.SAFE)
 
@@ -127,7 +127,7 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
     async def TakeOverPorts(self, request: pb.TakeOverPortsRequest, context: Context) -> pb.SwitchChange:
         await self._require(request.switch_id, context)
         if not request.cross_connects:
-            raise InvalidChange(["cross_connects: must name at least one, got []"])
+            raise InvalidChange(["cross_connects: must have at least one cross-connect, got []"])
         pairs = convert.pairs_from_pb(request.cross_connects)
         reading = await self._executor.take_over(request.switch_id, pairs)
         detail = f"owned from now on: {' '.join(str(pair) for pair in pairs)}"

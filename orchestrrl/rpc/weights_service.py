@@ -52,7 +52,7 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
         except ValidationError as error:
             raise ProblemFaults(news_faults(error)) from None
         if not isinstance(peer, Peer):
-            raise ProblemFaults(["the first message must describe the peer"])
+            raise ProblemFaults([f"the first message must describe the peer, got {type(peer).__name__}"])
         line = self._peers.attach(peer)
         _stamp(line, first)
         receiving = asyncio.ensure_future(self._receive(request_iterator, peer, line))

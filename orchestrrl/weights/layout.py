@@ -67,7 +67,7 @@ def read_layout(path: Path) -> FileLayout:
         stored = read_header(path)
         tensors = [TensorMeta(each.name, each.dtype, each.shape) for each in stored]
     except ValueError as error:
-        raise ValueError(f"{path}: not a usable safetensors file: {error}") from error
+        raise ValueError(f"{path} is not a usable safetensors file: {error}") from error
     size, places = path.stat().st_size, {each.name: each.begin for each in stored}
     with path.open("rb") as file:
         header = file.read(min(places.values(), default=size))
@@ -187,7 +187,7 @@ def locate(shard: ShardMap, tensors: Mapping[str, TensorMeta], sources: Sequence
                         runs += _runs(tensor, piece, box, source)
                         lacking = [rest for lack in lacking for rest in _without(lack, box)]
         if lacking:
-            raise ValueError(f"{tensor.name}: a part of {piece.box} is not staged on this host")
+            raise ValueError(f"tensor {tensor.name}: a part of box {piece.box} is not staged on this host")
     return ShardRuns(runs, shard.bytes)
 
 

@@ -15,6 +15,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from orchestrrl.core.errors import shorten
 from planner.model import EngineId, PeerId
 from planner.sync_tree.parameters import Box
 from planner.sync_tree.reshard import ShardSlice
@@ -69,7 +70,9 @@ class TensorMeta:
         if any(length < 1 for length in self.shape):
             raise ValueError(f"{self.name}: shape must have no empty axis, got {self.shape}")
         if self.bytes > MOST_BYTES:
-            raise ValueError(f"{self.name}: must have at most {MOST_BYTES} bytes, got {self.shape}")
+            raise ValueError(
+                f"{self.name}: must have at most {MOST_BYTES} bytes, got {self.bytes} for shape {self.shape}"
+            )
 
     @property
     def bytes(self) -> int:
@@ -112,9 +115,12 @@ class VersionMap:
     def __post_init__(self) -> None:
         names = [tensor.name for tensor in self.tensors]
         if names != sorted(set(names)):
-            raise ValueError("tensors must be sorted by name, each once")
+            raise ValueError(f"tensors must be sorted by name without duplicates, got {shorten(names)}")
         if self.version < 0 or self.block_bytes < 1:
-            raise ValueError(f"version must be >= 0 and block_bytes >= 1, got {self.version} and {self.block_bytes}")
+            raise ValueError(
+                f"version must be >= 0 and block_bytes >= 1, got version {self.version} and block_bytes"
+                f" {self.block_bytes}"
+            )
 
     @property
     def bytes(self) -> int:

@@ -130,5 +130,5 @@ class UnknownBackend(ValueError):
 def constants_of(values: Mapping[str, float], backend: str) -> EngineConstants:
     """Return the constants of one engine from the flat `values`."""
     if backend not in BACKENDS:
-        raise UnknownBackend(f"unknown backend {backend!r}, known: {', '.join(BACKENDS)}")
+        raise UnknownBackend(f"unknown backend {backend!r}; known backends: {', '.join(BACKENDS)}")
     return EngineConstants(**{name: values[name] * values.get(f"{backend}.{name}", 1.0) for name in PRIORS})

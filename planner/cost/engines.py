@@ -45,7 +45,7 @@ class UnknownEngine(ValueError):
 
 def engine_named(name: str) -> EngineModel:
     if name not in ENGINES:
-        raise UnknownEngine(f"unknown engine {name!r}, known: {', '.join(sorted(ENGINES))}")
+        raise UnknownEngine(f"unknown engine {name!r}; known engines: {', '.join(sorted(ENGINES))}")
     return ENGINES[name]
 
 

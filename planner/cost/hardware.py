@@ -76,7 +76,7 @@ def gpu_of_product(name: str) -> GpuModel:
     for word in re.split(r"[^a-z0-9]+", name.lower()):
         if word in GPUS:
             return GPUS[word]
-    raise UnknownGpu(f"unknown GPU {name!r}, known: {', '.join(sorted(GPUS))}")
+    raise UnknownGpu(f"unknown GPU {name!r}; known GPUs: {', '.join(sorted(GPUS))}")
 
 
 def gpu_named(name: str) -> GpuModel:
@@ -86,5 +86,5 @@ def gpu_named(name: str) -> GpuModel:
     """
     plain = name.strip().lower().replace("-", "_").removeprefix("nvidia_").split("_")[0]
     if plain not in GPUS:
-        raise UnknownGpu(f"unknown GPU {name!r}, known: {', '.join(sorted(GPUS))}")
+        raise UnknownGpu(f"unknown GPU {name!r}; known GPUs: {', '.join(sorted(GPUS))}")
     return GPUS[plain]

@@ -108,5 +108,5 @@ def model_named(name: str) -> Model:
     while plain not in MODELS and plain.endswith(_SUFFIXES):
         plain = next(plain.removesuffix(suffix) for suffix in _SUFFIXES if plain.endswith(suffix))
     if plain not in MODELS:
-        raise UnknownModel(f"unknown model {name!r}, known: {', '.join(sorted(MODELS))}")
+        raise UnknownModel(f"unknown model {name!r}; known models: {', '.join(sorted(MODELS))}")
     return MODELS[plain]

@@ -92,7 +92,7 @@ def named_profile(name: str) -> Profile:
     Raises UnknownProfile if no built-in profile has this name.
     """
     if name not in PROFILES:
-        raise UnknownProfile(f"unknown profile {name!r}, known: {', '.join(sorted(PROFILES))}")
+        raise UnknownProfile(f"unknown profile {name!r}; known profiles: {', '.join(sorted(PROFILES))}")
     model, layouts = model_named(PROFILES[name]), [Parallelism(tp=tp) for tp in (1, 2, 4, 8)]
     return predict_profile(model, GPU, layouts, paper_engine(model), cpu_kv_bytes_per_gpu=CPU_KV_BYTES_PER_GPU)
 

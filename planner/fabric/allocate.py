@@ -26,7 +26,7 @@ class AllocationProblem:
 
     def __post_init__(self) -> None:
         if not (0 < self.link_gbps < math.inf):
-            raise ValueError(f"link_gbps must be > 0, got {self.link_gbps}")
+            raise ValueError(f"link_gbps must be finite and > 0, got {self.link_gbps}")
         for endpoint, count in (*self.ports.items(), *self.failed_ports.items()):
             if endpoint not in self.ports:
                 raise ValueError(f"failed_ports must name existing endpoints, got {endpoint!r}")
@@ -35,9 +35,11 @@ class AllocationProblem:
         for (source, destination), sent_bytes in self.demand.items():
             self._check("demand", pair_of(source, destination))
             if not (0 <= sent_bytes < math.inf):
-                raise ValueError(f"demand of {source} to {destination} must be >= 0 bytes, got {sent_bytes}")
+                raise ValueError(
+                    f"demand from {source} to {destination} must be finite and >= 0 bytes, got {sent_bytes}"
+                )
         if not math.isfinite(sum(self.demand.values())):
-            raise ValueError("demand must have a finite sum in bytes")
+            raise ValueError(f"demand must have a finite sum in bytes, got {sum(self.demand.values())}")
         for pair in self.eligible or ():
             if pair != pair_of(*pair):
                 raise ValueError(f"an eligible pair must have the smaller endpoint first, got {pair}")

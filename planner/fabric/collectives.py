@@ -40,7 +40,7 @@ def transfers_of(traffic: Traffic) -> Iterator[RankTransfers]:
     RING_EXCHANGE: S to the next rank, and S from the last rank to the first.
     BIPARTITE: S, split evenly over the receivers. If `both_ways` is True, the receivers send as much back."""
     if traffic.primitive is Primitive.BROADCAST:
-        raise ValueError("traffic must not be a broadcast, whose tree depends on the site: see broadcasts_of")
+        raise ValueError("traffic must not be a broadcast, whose tree depends on the site; use broadcasts_of")
     message_bytes = traffic.bytes_per_rank * traffic.times
     if traffic.primitive is Primitive.BIPARTITE:
         yield from _bipartite(traffic, message_bytes)

@@ -35,7 +35,7 @@ class DeployedEngine:
             raise ValueError(f"{self.id}: must have {self.parallelism.gpus} GPUs, got {len(self.gpus)}")
         for name in ("tokens", "response_tokens"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{self.id}: {name} must be >= 0, got {getattr(self, name)}")
+                raise ValueError(f"{self.id}: {name} must be finite and >= 0, got {getattr(self, name)}")
 
 
 def deployment_intent(

@@ -58,11 +58,13 @@ class Traffic:
     def __post_init__(self) -> None:
         for name in ("bytes_per_rank", "times"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+                raise ValueError(f"{name} must be finite and >= 0, got {getattr(self, name)}")
         if self.receivers and len(self.receivers) != len(self.groups):
-            raise ValueError(f"receivers must have one entry per group, {len(self.groups)}, got {len(self.receivers)}")
+            raise ValueError(
+                f"receivers must have one entry for each of {len(self.groups)} groups, got {len(self.receivers)}"
+            )
         if self.primitive is Primitive.BIPARTITE and not self.receivers:
-            raise ValueError("receivers must be set for bipartite traffic")
+            raise ValueError("receivers must be set for bipartite traffic, got none")
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ def links_up(site: Site, cross_connects: Iterable[PortPair], interfaces: Mapping
     cross_connects = frozenset(cross_connects)
     joined = partners(cross_connects)
     if len(joined) < 2 * len(cross_connects):
-        raise ValueError(f"ports must not be shared, got {', '.join(map(str, sorted(cross_connects)))}")
+        raise ValueError(f"cross-connects must not share ports, got {', '.join(map(str, sorted(cross_connects)))}")
     far_end = {one: other for lane in site.lanes for one, other in (lane.ends, lane.ends[::-1])}
     found: dict[RoutedLink, Lit] = {}
     for start, (tor, interface) in interfaces.items():

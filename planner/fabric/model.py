@@ -17,7 +17,7 @@ Port = tuple[OcsId, int]
 def pair_of(one: EndpointId, other: EndpointId) -> Pair:
     """Return the two endpoints, the smaller id first. Raises ValueError if they are equal."""
     if one == other:
-        raise ValueError(f"a circuit must connect two different endpoints, got {one!r} twice")
+        raise ValueError(f"a circuit must connect two different endpoints, got {one!r} for both")
     return (one, other) if one < other else (other, one)
 
 
@@ -31,7 +31,7 @@ class PortPair:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port_a < self.port_b:
-            raise ValueError(f"ports must be >= 0 and the smaller one first, got {self.port_a} and {self.port_b}")
+            raise ValueError(f"ports must be >= 0 and in increasing order, got {self.port_a} and {self.port_b}")
 
     @property
     def ports(self) -> tuple[int, int]:
@@ -78,7 +78,9 @@ class Cabling:
             for endpoint, numbers in endpoints.items():
                 for port in numbers:
                     if owner.setdefault(port, endpoint) != endpoint:
-                        raise ValueError(f"port {port} of {switch} has two endpoints: {owner[port]} and {endpoint}")
+                        raise ValueError(
+                            f"port {port} of {switch} must have one endpoint, got {owner[port]} and {endpoint}"
+                        )
         return cls(ports)
 
     def endpoint(self, switch: OcsId, port: int) -> EndpointId | None:

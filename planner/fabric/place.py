@@ -40,15 +40,17 @@ class PlacingProblem:
     def __post_init__(self) -> None:
         for (one, other), count in self.circuits.items():
             if one >= other:
-                raise ValueError(f"a pair must be two endpoints, the smaller id first, got {one!r} and {other!r}")
+                raise ValueError(f"a pair must be two endpoints with the smaller id first, got {one!r} and {other!r}")
             if count < 1:
-                raise ValueError(f"circuits of {one} and {other} must be >= 1, got {count}")
+                raise ValueError(f"circuits between {one} and {other} must be >= 1, got {count}")
         for cross_connect in self.current:
             for switch, port in cross_connect.sides:
                 if self.cabling.endpoint(switch, port) is None:
-                    raise ValueError(f"current: port {port} of {switch} has no fibre, got {cross_connect}")
+                    raise ValueError(
+                        f"current: port {port} of {switch} must have a fibre, got {cross_connect} without one"
+                    )
         if twice := [f"port {port} of {switch}" for switch, port in shared_ports(self.current)]:
-            raise ValueError(f"current must use each port once, got {', '.join(twice)} twice")
+            raise ValueError(f"current must use each port at most once, got several uses of {', '.join(twice)}")
 
     def healthy(self, switch: OcsId, port: int) -> bool:
         return port not in self.failed_ports.get(switch, ())

@@ -157,7 +157,9 @@ class RoutedLink:
         _check_interface(self.interface_a)
         _check_interface(self.interface_b)
         if not self.a < self.b:
-            raise ValueError(f"a circuit must connect two routers, the smaller first, got {self.a!r} and {self.b!r}")
+            raise ValueError(
+                f"a circuit must connect two routers, the smaller name first, got {self.a!r} and {self.b!r}"
+            )
 
     @classmethod
     def of(cls, one: EndpointId, interface_one: str, other: EndpointId, interface_other: str) -> Self:

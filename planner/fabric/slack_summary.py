@@ -74,7 +74,7 @@ def merged(summaries: Iterable[SlackSummary]) -> SlackSummary:
     summaries."""
     rest = list(summaries)
     if not rest:
-        raise ValueError("summaries must be >= 1, got 0")
+        raise ValueError("at least one summary is required, got 0")
     first, histograms = rest[0], dict[str, SlackHistogram]()
     for each in rest:
         for op, histogram in each.histograms.items():

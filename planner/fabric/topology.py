@@ -39,7 +39,7 @@ class SwitchModel:
 
     def __post_init__(self) -> None:
         if not 0 < self.reconfiguration_s < float("inf"):
-            raise ValueError(f"reconfiguration_s must be > 0, got {self.reconfiguration_s}")
+            raise ValueError(f"reconfiguration_s must be finite and > 0, got {self.reconfiguration_s}")
         if self.ports < 2:
             raise ValueError(f"ports must be >= 2, got {self.ports}")
 

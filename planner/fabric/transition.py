@@ -39,7 +39,7 @@ class TransitionProblem:
         for name, cross_connects in (("current", self.current), ("target", self.target)):
             circuits(self.cabling, cross_connects)
             if twice := [f"port {port} of {switch}" for switch, port in shared_ports(cross_connects)]:
-                raise ValueError(f"{name} must use each port once, got {', '.join(twice)} twice")
+                raise ValueError(f"{name} must use each port at most once, got several uses of {', '.join(twice)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ def subjects(cabling: Cabling, cross_connect: PortPair) -> tuple[Subject, Subjec
     """Return the pair that the cross-connect connects, and its two endpoints."""
     pair = cabling.ends(cross_connect)
     if pair is None:
-        raise ValueError(f"{cross_connect} must connect two endpoints")
+        raise ValueError(f"cross-connect {cross_connect} must connect two endpoints")
     return (pair, *pair)
 
 

@@ -185,7 +185,7 @@ class CommitTimes:
         link."""
         for part, value_s in took.parts.items():
             if not value_s >= 0:
-                raise ValueError(f"times of a commit must be >= 0, got {value_s} on {took.switch}")
+                raise ValueError(f"{part} of a commit on {took.switch} must be >= 0, got {value_s}")
             self._measured.setdefault((took.switch, part), RecentSamples()).add(value_s)
         self._unfit.pop(took.switch, None)
 

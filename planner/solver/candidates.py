@@ -175,7 +175,7 @@ def longest_first(
     if len(remaining) and int((remaining + context).max()) > configuration.kv_capacity_tokens:
         footprint = int((remaining + context).max())
         raise UnusableFleet(
-            f"a request of {footprint} tokens does not fit in a KV cache of {configuration.kv_capacity_tokens}"
+            f"a request of {footprint} tokens does not fit in a KV cache of {configuration.kv_capacity_tokens} tokens"
         )
     work_s = added_s(configuration.beta_s, configuration.gamma_s, context, remaining)
     places = onto_least_loaded(len(instances), work_s.tolist(), (configuration.alpha_s * remaining).tolist())

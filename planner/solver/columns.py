@@ -129,7 +129,7 @@ def _check(columns: ProblemColumns) -> None:
     problem = columns.problem
     if not columns.placeable.any():
         if not len(columns.gpus):
-            raise Infeasible("configurations: none are given", 1, 0, "configurations")
+            raise Infeasible("at least one configuration is required", 1, 0, "configurations")
         raise min(
             (_unplaceable(problem, each) for each in problem.configurations), key=lambda why: why.needed - why.available
         )

@@ -208,7 +208,7 @@ class _Program:
                 name = f"ToR {self._problem.tors[limit[1]]}" if is_tor else f"PoD {self._problem.pods[limit[1]]}"
                 raise Unreachable(f"{name} has no circuits, but shards must pass through it")
         if () in self._spread:
-            raise Unreachable("a shard cannot leave its holders: they have no circuits")
+            raise Unreachable("a shard cannot leave its holders, because they have no circuits")
         floor_s = max((load / self._capacity(limit) for limit, load in self._alone.items()), default=0.0)
         return max(floor_s, self._solve() * rounding) if self._spread else floor_s
 
@@ -241,7 +241,7 @@ class _Program:
         at_most = np.array(right) / unit_s
         solved = linprog(costs, A_ub=above, b_ub=at_most, A_eq=whole, b_eq=np.ones(len(self._spread)), method="highs")
         if not solved.success or solved.x is None:
-            raise ArithmeticError(f"the bound's linear program failed: {solved.message}")
+            raise ArithmeticError(f"cannot solve the linear program of the bound: {solved.message}")
         return float(solved.x[0]) * unit_s
 
     def _capacity(self, limit: Limit) -> float:

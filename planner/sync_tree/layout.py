@@ -80,7 +80,7 @@ class TrainerLayout:
         _check_stages(self.stage_of_layer, self.pp)
         width, experts = len(self.endpoints) // self.pp, self.ep * self.expert_tp
         if width % experts:
-            raise ValueError(f"a stage's {width} ranks must be a multiple of EP x expert TP, {experts}")
+            raise ValueError(f"the ranks of a stage must be a multiple of EP x expert TP ({experts}), got {width}")
 
     def stages(self, where: Where) -> tuple[int, ...]:
         return _stages(where, self.pp, self.stage_of_layer)
@@ -136,7 +136,9 @@ def _blocks(
         first, last = (min(shape[axis], each * number) for number in (rank, rank + 1))
         return _local(shape, axis, [(first, last)])
     if 0 < max((part.heads for part in split.parts), default=0) < of:
-        raise ValueError(f"TP must be at most the number of query heads, got {of}")
+        raise ValueError(
+            f"TP must be at most the number of query heads ({max(part.heads for part in split.parts)}), got {of}"
+        )
     ranges, start = [], 0
     for length, heads in [(part.length, part.heads) for part in split.parts] or [(shape[axis], 0)]:
         shares, own = of, rank
@@ -145,7 +147,7 @@ def _blocks(
                 raise ValueError(f"TP must be a multiple of {heads} heads, got {of}")
             shares, own = heads, rank // (of // heads)
         if (heads or length) % shares:
-            raise ValueError(f"{heads or length} rows or heads cannot be divided by TP {of}")
+            raise ValueError(f"{heads or length} {'heads' if heads else 'rows'} cannot be divided by TP {of}")
         each = length // shares
         ranges.append((start + own * each, start + (own + 1) * each))
         start += length
@@ -173,7 +175,7 @@ def _padded(shape: tuple[int, ...], split: ParameterSplit, of: int, multiple: in
     """Return the number of rows of a vocabulary, including padding."""
     rows = -(-shape[split.axis or 0] // multiple) * multiple
     if rows % of:
-        raise ValueError(f"{rows} rows of a vocabulary cannot be divided by TP {of}")
+        raise ValueError(f"the {rows} rows of the padded vocabulary cannot be divided by TP {of}")
     return rows
 
 
@@ -212,7 +214,9 @@ def _stages(where: Where, pp: int, stage_of_layer: tuple[int, ...]) -> tuple[int
         if pp == 1:
             return (0,)
         if not 0 <= where < len(stage_of_layer):
-            raise ValueError(f"layer {where} must be below {len(stage_of_layer)}, the length of stage_of_layer")
+            raise ValueError(
+                f"layer must be >= 0 and below {len(stage_of_layer)}, the length of stage_of_layer, got {where}"
+            )
         return (stage_of_layer[where],)
     return {"first": (0,), "last": (pp - 1,), "both": tuple(sorted({0, pp - 1}))}[where]
 
@@ -229,11 +233,13 @@ def _check_grid(endpoints: tuple[int, ...], sizes: dict[str, int]) -> None:
             f" got {len(endpoints)}"
         )
     if len(set(endpoints)) != ranks:
-        raise ValueError("every rank must have a different endpoint")
+        raise ValueError(
+            f"every rank must have a different endpoint, got {len(set(endpoints))} endpoints for {ranks} ranks"
+        )
 
 
 def _check_stages(stage_of_layer: tuple[int, ...], pp: int) -> None:
     if pp > 1 and not stage_of_layer:
-        raise ValueError(f"stage_of_layer must be given with {pp} stages")
+        raise ValueError(f"stage_of_layer must be set if pp > 1, got pp {pp}")
     if stage_of_layer and not 0 <= min(stage_of_layer) <= max(stage_of_layer) < pp:
         raise ValueError(f"stage_of_layer must name stages below {pp}, got {sorted(set(stage_of_layer))}")

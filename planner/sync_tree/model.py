@@ -41,11 +41,17 @@ class ShardPairs:
     def __post_init__(self) -> None:
         for name, values in (("circuits", self.circuits), ("gbps", self.gbps)):
             if values.ndim != 2 or values.shape[0] != values.shape[1] or (values != values.T).any():
-                raise ValueError(f"{name} between pods must be the same in both directions")
+                raise ValueError(
+                    f"{name} between pods must be a square matrix, the same in both directions,"
+                    f" got shape {values.shape}"
+                )
             if (values < 0).any() or values.diagonal().any():
-                raise ValueError(f"{name} between pods must be >= 0, and 0 inside one")
+                raise ValueError(
+                    f"{name} between pods must be >= 0, and 0 within a pod, got a minimum of {values.min()} and"
+                    f" {values.diagonal()} within pods"
+                )
         if ((self.circuits > 0) & (self.gbps <= 0)).any():
-            raise ValueError("circuits between pods must have gbps > 0")
+            raise ValueError(f"circuits between pods must have gbps > 0, got {self.gbps[self.circuits > 0].min()}")
 
 
 def pairs_of(pods: Mapping[str, int], links: Iterable[tuple[str, str, int, float]]) -> ShardPairs:
@@ -80,7 +86,7 @@ class SyncProblem:
 
     def __post_init__(self) -> None:
         if self.pairs is not None and len(self.pairs.circuits) != len(self.pods):
-            raise ValueError(f"pairs must be of {len(self.pods)} pods, got {len(self.pairs.circuits)}")
+            raise ValueError(f"pairs must have {len(self.pods)} pods, got {len(self.pairs.circuits)}")
         if not self.link_gbps > 0:
             raise ValueError(f"link_gbps must be > 0, got {self.link_gbps}")
         if self.chunk_bytes < 1:

@@ -42,7 +42,7 @@ class ParameterSplit:
 
     def __post_init__(self) -> None:
         if self.parts and self.axis is None:
-            raise ValueError("axis must be set for a fused parameter")
+            raise ValueError("axis must be set for a fused parameter, got None")
 
 
 REPLICATED = ParameterSplit(None)
@@ -86,7 +86,10 @@ class Parameter:
         if axis is not None and axis >= len(self.shape):
             raise ValueError(f"{self.name}: axis must be below {len(self.shape)}, got {axis}")
         if axis is not None and self.split.parts and sum(part.length for part in self.split.parts) != self.shape[axis]:
-            raise ValueError(f"{self.name}: lengths of parts must add up to {self.shape[axis]}")
+            raise ValueError(
+                f"{self.name}: the lengths of its parts must add up to {self.shape[axis]},"
+                f" got {sum(part.length for part in self.split.parts)}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

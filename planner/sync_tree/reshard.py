@@ -144,7 +144,7 @@ def _cells(name: str, having: Mapping[Box, Sequence[int]], needing: Mapping[Box,
             continue
         boxes = _merged(places, cuts)
         if not holders:
-            raise ValueError(f"{name}: no endpoint has {boxes[0]}, which is needed")
+            raise ValueError(f"{name}: no endpoint holds box {boxes[0]}, which a receiver needs")
         found.append((holders, needed, boxes))
     return found
 

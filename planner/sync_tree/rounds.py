@@ -135,7 +135,10 @@ class _Rounds:
         for least_bytes in (largest // 2, 0):
             self._enter(budget, seconds, least_bytes, taken)
         if not self._rows:
-            raise Unreachable("no circuit leads to PoDs that need shards")
+            raise Unreachable(
+                "no circuit leads to the PoDs that need shards:"
+                f" {', '.join(sorted({problem.pods[group.pod] for group in self._groups if group.waiting}))}"
+            )
         return self._finished()
 
     def _spread(self, budget: _Budget, piece: _Piece, ends: Ints) -> None:

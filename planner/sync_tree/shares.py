@@ -59,7 +59,7 @@ class EngineShare:
         for name in ("tp", "pp", "ep"):
             size, ranks = getattr(self, name), getattr(self, f"{name}_ranks")
             if size < 1 or not ranks or not all(0 <= rank < size for rank in ranks):
-                raise ValueError(f"{name}_ranks must be ranks below {name} {size}, got {ranks}")
+                raise ValueError(f"{name}_ranks must have only ranks >= 0 and below {name} {size}, got {ranks}")
 
 
 def needed_boxes(shapes: Shapes, share: EngineShare) -> dict[str, tuple[Box, ...]]:

@@ -74,7 +74,10 @@ class _Filling:
             self._fill(making)
         self._waves += 1
         if not making.filled:
-            raise Unreachable("no circuit leads to PoDs that need shards")
+            raise Unreachable(
+                "no circuit leads to the PoDs that need shards:"
+                f" {', '.join(sorted({self._problem.pods[group.pod] for group in self._groups if group.pieces}))}"
+            )
         equalise(self._problem, making.crossings, making.circuits, making.between)
         wave = self._laying.wave(making)
         for pod, pieces in making.filled.items():

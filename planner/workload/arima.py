@@ -56,7 +56,9 @@ class FittedArima:
         found = _arima(values / self.scale, self.order).filter(np.array(self.parameters)).get_forecast(1)
         mean, std = float(found.predicted_mean[0]), float(found.se_mean[0])
         if not np.isfinite(mean) or not np.isfinite(std):
-            raise NotForecast(f"the forecast of order {self.order} must be finite, got {mean}")
+            raise NotForecast(
+                f"the forecast of order {self.order} must be finite, got mean {mean} and standard deviation {std}"
+            )
         return mean * self.scale, std * self.scale
 
 
@@ -106,7 +108,7 @@ def fit_components(history: Shares, requests: float) -> LengthComponents:
     """
     steps = len(history)
     if steps < MIN_STEPS:
-        raise NotForecast(f"at least {MIN_STEPS} steps are required, got {steps}")
+        raise NotForecast(f"a forecast requires at least {MIN_STEPS} steps, got {steps}")
     centre = history.mean(axis=0)
     bin_scale = np.sqrt(centre + 0.5 / requests)
     steps_apart = np.subtract.outer(np.arange(steps), np.arange(steps))
@@ -115,7 +117,7 @@ def fit_components(history: Shares, requests: float) -> LengthComponents:
     _, strengths, directions = np.linalg.svd((smooth - smooth.mean(axis=0)) / bin_scale, full_matrices=False)
     used = [place for place in range(min(MAX_COMPONENTS, len(strengths))) if strengths[place] > 1e-9]
     if not used:
-        raise NotForecast(f"all {steps} steps are equal")
+        raise NotForecast(f"a forecast requires steps that differ, but all {steps} steps are equal")
     # Signs are arbitrary; the largest entry is made positive, so that results are reproducible.
     chosen = directions[used]
     chosen = chosen * np.sign(chosen[np.arange(len(used)), np.abs(chosen).argmax(axis=1)])[:, None]
@@ -150,7 +152,10 @@ def _fit(values: NDArray[np.float64], order: tuple[int, int, int], scale: float)
     model = _arima(values / scale, order)
     parameters, seen = len(model.param_names), len(values) - BURNT_STEPS
     if seen <= parameters + 1:
-        raise ValueError(f"{len(values)} values are too few for {parameters} parameters")
+        raise ValueError(
+            f"a model of {parameters} parameters requires at least {parameters + BURNT_STEPS + 2} values,"
+            f" got {len(values)}"
+        )
     # Start at zeros, with a variance of 1: the estimate of statsmodels logs warnings when it fails.
     start = np.zeros(parameters)
     start[-1] = 1.0

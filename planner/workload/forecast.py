@@ -210,7 +210,8 @@ def conditional_lengths(
     bins = ceil(max_output_tokens / bin_tokens)
     if before is not None and (before.bin_tokens, len(before.shares)) != (bin_tokens, bins):
         raise ValueError(
-            f"before must have {bins} bins of {bin_tokens} tokens, got {len(before.shares)} of {before.bin_tokens}"
+            f"before must have {bins} bins of {bin_tokens} tokens, got {len(before.shares)} bins of"
+            f" {before.bin_tokens} tokens"
         )
     generated = np.asarray(generated_tokens, dtype=np.int64)
     seen = _Seen.of(LengthCounts.of(finished, bin_tokens, max_output_tokens), generated, bin_tokens)

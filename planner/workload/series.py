@@ -158,7 +158,7 @@ class SeriesForecaster:
         if (step.bin_tokens, len(step.lengths.ended)) != (self.bin_tokens, bins):
             raise ValueError(
                 f"step must have {bins} bins of {self.bin_tokens} tokens, "
-                f"got {len(step.lengths.ended)} of {step.bin_tokens}"
+                f"got {len(step.lengths.ended)} bins of {step.bin_tokens} tokens"
             )
         if not sum(step.lengths.ended):
             return self

@@ -82,7 +82,7 @@ async def test_version_is_assembled_from_trainer_parts_for_an_engine(
 
             late = await daemon.ask("gen0", InstallVersion(4, ENGINE, time.time() - 1))
             assert late.outcome is OrderOutcome.FAILED
-            assert "the deadline passed" in late.detail
+            assert "the deadline of the order passed" in late.detail
             until_s = time.time() + 600
             assert (await daemon.ask("gen0", RestEngine(ENGINE, True))).detail == "e0 is paused"
             installed = await daemon.ask("gen0", InstallVersion(4, ENGINE, until_s))
@@ -222,7 +222,7 @@ async def test_invalid_orders_are_rejected_with_all_errors(harness: tuple[FakeDa
         assert refused.outcome is OrderOutcome.FAILED
         assert refused.detail.count(".bytes: must be the size of its slices") == len(shards)
         checked = await daemon.ask("gen0", CheckVersion(1))
-        assert checked.detail == "version 1 is not stored on this peer; it stores: none"
+        assert checked.detail == "version 1 is not stored on this peer; its versions are none"
         await daemon.ask("gen0", OpenVersion(map))
         rows = next(shard for shard in map.shards if shard.id == "rows")
         wrong = (

@@ -60,12 +60,12 @@ def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
         for file in _files(folder):
             for stored in read_header(file):
                 if stored.name in found:
-                    raise BrokenCheckpoint(f"{file}: has {stored.name}, and so does {found[stored.name].file.name}")
+                    raise BrokenCheckpoint(f"{file}: tensor {stored.name} is also in {found[stored.name].file.name}")
                 found[stored.name] = stored
     except OSError as error:
-        raise BrokenCheckpoint(f"{folder}: cannot be read: {error}") from error
+        raise BrokenCheckpoint(f"cannot read {folder}: {error}") from error
     if not found:
-        raise BrokenCheckpoint(f"{folder}: has no tensors")
+        raise BrokenCheckpoint(f"{folder} has no tensors")
     return dict(sorted(found.items()))
 
 
@@ -171,7 +171,7 @@ def _files(folder: Path) -> list[Path]:
         try:
             names = set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BrokenCheckpoint(f"{folder / INDEX_FILE}: not a valid index: {error!r}") from error
+            raise BrokenCheckpoint(f"{folder / INDEX_FILE} is not a valid index: {error!r}") from error
         return [folder / str(name) for name in sorted(names)]
     if (folder / MODEL_FILE).is_file():
         return [folder / MODEL_FILE]
@@ -186,16 +186,16 @@ def read_header(file: Path) -> list[StoredTensor]:
         start = opened.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else MOST_HEADER_BYTES + 1
         if length > min(MOST_HEADER_BYTES, size - 8):
-            raise BrokenCheckpoint(f"{file}: truncated, or not a safetensors file: it has {size} bytes")
+            raise BrokenCheckpoint(f"{file} is truncated or is not a safetensors file (it has {size} bytes)")
         text = opened.read(length)
     try:
         header: dict[str, Any] = json.loads(text)
         header.pop("__metadata__", None)
         tensors = [_stored(name, told, file, 8 + length) for name, told in header.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BrokenCheckpoint(f"{file}: the header cannot be parsed: {error!r}") from error
+        raise BrokenCheckpoint(f"cannot parse the header of {file}: {error!r}") from error
     if (end := max((stored.end for stored in tensors), default=0)) > size:
-        raise BrokenCheckpoint(f"{file}: truncated: its tensors end at byte {end}, but it has {size} bytes")
+        raise BrokenCheckpoint(f"{file} is truncated: its tensors end at byte {end}, but it has {size} bytes")
     return tensors
 
 
@@ -203,5 +203,7 @@ def _stored(name: str, told: Mapping[str, Any], file: Path, base: int) -> Stored
     begin, end = (int(place) for place in told["data_offsets"])
     stored = StoredTensor(name, str(told["dtype"]), tuple(map(int, told["shape"])), file, base + begin, base + end)
     if begin < 0 or (end - begin) * 8 != ITEM_BITS[stored.dtype] * prod(stored.shape):
-        raise ValueError(f"{name}: {stored.dtype} {list(stored.shape)} does not match bytes {begin} to {end}")
+        raise ValueError(
+            f"tensor {name}: bytes {begin} to {end} do not match dtype {stored.dtype} and shape {list(stored.shape)}"
+        )
     return stored

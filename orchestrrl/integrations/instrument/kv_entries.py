@@ -56,7 +56,9 @@ class KvBlockLayout:
 
     def __post_init__(self) -> None:
         if len(self.layers) != len(self.block_bytes):
-            raise ValueError(f"block_bytes: must have {len(self.layers)} sizes, got {len(self.block_bytes)}")
+            raise ValueError(
+                f"block_bytes: must have one size per layer ({len(self.layers)}), got {len(self.block_bytes)}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ class KvEntryStore:
         others = [name for name in names if name.endswith(".kv") and not name.endswith(f"-of-{self.ranks}.kv")]
         if others:
             raise UnusableEntry(
-                f"it was saved by an engine with another number of ranks ({others[0]}, expected {self.ranks} ranks)"
+                f"the KV entry must be from an engine with {self.ranks} ranks, got a file named {others[0]}"
             )
         if not all(self.file(entry, rank).name in names for rank in range(self.ranks)):
             return None
@@ -146,13 +148,13 @@ class KvEntryStore:
             with self._opened(entry, rank) as (contents, _, _):
                 pass
             if found is not None and contents.identity != found.identity:
-                raise UnusableEntry("the files of its ranks do not match")
+                raise UnusableEntry(f"the files of ranks {rank - 1} and {rank} are from different KV entries")
             found = contents
         assert found is not None
         if found.weights != weights:
-            raise UnusableEntry(f"it belongs to weights {found.weights!r}, expected {weights!r}")
+            raise UnusableEntry(f"the KV entry was computed with weights {found.weights!r}, expected {weights!r}")
         if found.block_tokens != block_tokens:
-            raise UnusableEntry(f"its blocks have {found.block_tokens} tokens, expected {block_tokens}")
+            raise UnusableEntry(f"the blocks of the KV entry have {found.block_tokens} tokens, expected {block_tokens}")
         return found
 
     def read(
@@ -172,11 +174,13 @@ class KvEntryStore:
         """
         with self._opened(entry, rank) as (contents, saved, file):
             if contents.identity != identity:
-                raise UnusableEntry("it was replaced after the lookup")
+                raise UnusableEntry("the KV entry was replaced after its lookup")
             if saved != layout:
-                raise UnusableEntry(f"its layout differs: {_difference(saved, layout)}")
+                raise UnusableEntry(
+                    f"the layout of the KV entry differs from that of this engine: {_difference(saved, layout)}"
+                )
             if wanted.stop > contents.blocks:
-                raise UnusableEntry(f"it has {contents.blocks} blocks, but {wanted.stop} were requested")
+                raise UnusableEntry(f"the KV entry has {contents.blocks} blocks, but {wanted.stop} were requested")
             return _fill(file, contents.blocks, layout, wanted, layers)
 
     @contextlib.contextmanager
@@ -188,7 +192,7 @@ class KvEntryStore:
                 try:
                     contents, layout = _read_head(file)
                 except (ValueError, KeyError, TypeError, ArithmeticError, struct.error) as error:
-                    raise UnusableEntry(f"{file.name} is damaged or not a KV entry: {error}") from error
+                    raise UnusableEntry(f"{file.name} is damaged or is not a KV entry: {error}") from error
                 yield contents, layout, file
         except OSError as error:
             raise UnusableEntry(str(error)) from error
@@ -293,17 +297,23 @@ def _read_head(file: io.BufferedReader) -> tuple[KvEntryContents, KvBlockLayout]
     magic, header_bytes, tokens = PREAMBLE.unpack(file.read(PREAMBLE.size))
     size = os.fstat(file.fileno()).st_size
     if magic != MAGIC or header_bytes > MAX_HEADER_BYTES or 4 * tokens > size:
-        raise ValueError("invalid preamble")
+        raise ValueError(
+            f"the preamble must have magic {MAGIC!r} and sizes within the file, got magic {magic!r}, {header_bytes}"
+            f" header bytes and {tokens} tokens in a file of {size} bytes"
+        )
     header: dict[str, Any] = json.loads(file.read(header_bytes))
     token_ids = array("I")
     token_ids.frombytes(file.read(4 * tokens))
     contents = KvEntryContents(str(header["weights"]), int(header["ranks"]), int(header["block_tokens"]), token_ids)
     layout = KvBlockLayout(tuple(header["layers"]), tuple(header["block_bytes"]))
     if header["byteorder"] != sys.byteorder or contents.identity != header["identity"]:
-        raise ValueError("the header does not match the token ids")
+        raise ValueError(
+            f"the header must have byte order {sys.byteorder!r} and identity {contents.identity!r},"
+            f" got {header['byteorder']!r} and {header['identity']!r}"
+        )
     expected = file.tell() + contents.blocks * (sum(layout.block_bytes) + 4 * len(layout.layers))
     if size != expected:
-        raise ValueError(f"must have {expected} bytes, got {size}")
+        raise ValueError(f"the file must have {expected} bytes, got {size}")
     return contents, layout
 
 
@@ -336,10 +346,10 @@ def _fill(
         block = index * blocks + wanted.start
         for piece in pieces:
             if file.readinto(piece) != len(piece):
-                raise UnusableEntry(f"{file.name} ended early")
+                raise UnusableEntry(f"{file.name} is truncated: it ends within layer {index}")
             for found in _sums(piece, block_bytes):
                 if found != sums[block]:
-                    raise UnusableEntry(f"{file.name} fails the checksum of block {block % blocks} of layer {index}")
+                    raise UnusableEntry(f"{file.name}: checksum mismatch in block {block % blocks} of layer {index}")
                 block += 1
             done += len(piece)
         at += blocks * block_bytes

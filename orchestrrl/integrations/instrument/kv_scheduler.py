@@ -171,7 +171,7 @@ class KvTransferScheduler:
             waiting.first_poll_s = now_s
         waiting.found = self._store.lookup(waiting.entry, wish.weights, self.block_tokens)
         if waiting.found is None and now_s - waiting.first_poll_s >= wish.wait_s:
-            raise kv_entries.UnusableEntry(f"it did not arrive within {wish.wait_s:g} s")
+            raise kv_entries.UnusableEntry(f"the KV entry did not arrive within {wish.wait_s:g} s")
         return waiting.found is not None
 
     def _expire(self, request_id: str, why: str) -> None:
@@ -255,5 +255,5 @@ def _continued(found: kv_entries.KvEntryContents, token_ids: Sequence[int]) -> i
     `token_ids` is never included. Raises UnusableEntry if the token sequences diverge."""
     common = min(len(found.token_ids), len(token_ids))
     if found.token_ids[:common] != array("I", islice(token_ids, common)):
-        raise kv_entries.UnusableEntry("it belongs to other tokens")
+        raise kv_entries.UnusableEntry("the tokens of the KV entry differ from those of the request")
     return min(common, len(token_ids) - 1)

@@ -158,7 +158,7 @@ def announce(period: str, body: str | dict[str, Any]) -> None:
     text = json.dumps({"period": period, "body": json.loads(body) if isinstance(body, str) else body})
     payload = text.encode()
     if len(payload) > rings.PAYLOAD_BYTES:
-        raise ValueError(f"body: announcement must have at most {rings.PAYLOAD_BYTES} bytes, got {len(payload)}")
+        raise ValueError(f"body: the announcement must have at most {rings.PAYLOAD_BYTES} bytes, got {len(payload)}")
     if writer := _writing():
         writer.announce("announce", payload)
 

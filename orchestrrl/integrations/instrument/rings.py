@@ -352,13 +352,16 @@ class RingReader:
         try:
             total = os.fstat(self._file).st_size
             if total < _PAGE_BYTES:
-                raise ValueError(f"{path}: not a ring: it has {total} bytes")
+                raise ValueError(f"{path} is not a ring: it must have at least {_PAGE_BYTES} bytes, got {total}")
             self._map = mmap.mmap(self._file, total)
             self._words = memoryview(self._map).cast("q")
             self._capacity = self._words[_CAPACITY]
             self._dictionary_at, self._payloads_at, expected = _layout(self._capacity)
             if (self._words[_MAGIC], self._words[_VERSION], expected) != (MAGIC, VERSION, total):
-                raise ValueError(f"{path}: not a ring of version {VERSION}")
+                raise ValueError(
+                    f"{path} is not a ring of version {VERSION}: it has version {self._words[_VERSION]} and"
+                    f" {total} bytes"
+                )
         except BaseException:
             os.close(self._file)
             raise

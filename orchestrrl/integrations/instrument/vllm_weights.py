@@ -126,7 +126,10 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
         if self._wanted is not None:
             files.check_same_model(files.shapes_of(stored), self._wanted)
         if unknown := {each.dtype for each in stored.values()} - DTYPES.keys():
-            raise files.BrokenCheckpoint(f"{update_info.folder}: has tensors of {', '.join(sorted(unknown))}")
+            raise files.BrokenCheckpoint(
+                f"{update_info.folder}: tensors must have one of the dtypes {', '.join(DTYPES)},"
+                f" got {', '.join(sorted(unknown))}"
+            )
         data = files.mapped(stored)
         tensors = {name: _tensor(each, data[name]) for name, each in stored.items()}
         self._load(tensors)

@@ -54,7 +54,10 @@ def trainer_step_from(text: str) -> TrainerStep | None:
     try:
         return _ASKED.validate_json(text) if text else None
     except ValidationError as error:
-        raise Permanent(f"the daemon requested an unknown step: {text}") from error
+        raise Permanent(
+            f"the daemon requested an unknown step: {text}; use the same version of OrchestrRL for the daemon and the"
+            " trainer"
+        ) from error
 
 
 class DirectSync(Protocol):

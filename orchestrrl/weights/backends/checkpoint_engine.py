@@ -58,7 +58,9 @@ class CheckpointEngineBackend:
         self._workers = {}
         for engine in named:
             if engine not in sync.engines:
-                raise Permanent(f"{engine} does not take part, but ranks on its GPUs would wait for its workers")
+                raise Permanent(
+                    f"engine {engine} must take part in the sync, because ranks on its GPUs would wait for its workers"
+                )
             try:
                 self._workers[engine] = int((await sync.at(engine, "inspect", {}))["workers"])
             except OrchestrRLError as error:
@@ -68,7 +70,7 @@ class CheckpointEngineBackend:
         if sum(self._workers.values()) != len(sync.publications):
             raise Permanent(
                 f"the number of ranks must equal the number of workers of all servers, got {len(sync.publications)}"
-                f" ranks and {dict(self._workers)} workers"
+                f" ranks and workers {dict(self._workers)}"
             )
         await sync.request_trainer(REGISTER, {"version": sync.version})
 
@@ -89,7 +91,9 @@ class CheckpointEngineBackend:
 
     async def relayed(self, sync: DirectSync, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         if call != TO_WORKERS or not self._is_open:
-            raise Permanent(f"{call} cannot be called in this step")
+            raise Permanent(
+                f"{call} cannot be called now; only {TO_WORKERS} can be called, during the trainer's step {UPDATE!r}"
+            )
         sockets: Sequence[tuple[str, str]] = body["sockets"]  # per rank: its GPU, and the socket that announces bytes
         own: dict[EngineId, dict[str, Any]] = {}
         first = 0
@@ -116,7 +120,10 @@ class CheckpointEngineBackend:
             case "end":
                 await transfers.end(version)
             case _:
-                raise Permanent(f"backend checkpoint_engine has no act {act!r} at engines")
+                raise Permanent(
+                    f"backend checkpoint_engine does not support act {act!r} at engines; use the same version of"
+                    " OrchestrRL for the daemon and the peer"
+                )
         return {}
 
     # --- in the trainer
@@ -126,7 +133,7 @@ class CheckpointEngineBackend:
             from checkpoint_engine.ps import ParameterServer
         except ImportError as error:
             raise Permanent(
-                f"backend 'checkpoint_engine' needs the package checkpoint-engine in the trainer: {error}"
+                f"backend 'checkpoint_engine' needs the package checkpoint-engine in the trainer's environment: {error}"
             ) from error
         return RankShares(ParameterServer(auto_pg=True), model, options)
 
@@ -162,7 +169,10 @@ class RankShares:
 
             self._server.update(name, call_workers)
         else:
-            raise Permanent(f"backend checkpoint_engine has no step {step.step!r} in the trainer")
+            raise Permanent(
+                f"backend checkpoint_engine does not support step {step.step!r} in the trainer; use the same version of"
+                " OrchestrRL for the daemon and the trainer"
+            )
 
     def close(self) -> None:
         """Release the pinned memory of the registered version. The next version can be registered only after that."""

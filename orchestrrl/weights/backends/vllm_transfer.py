@@ -19,7 +19,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from orchestrrl.core.errors import OrchestrRLError, Permanent
+from orchestrrl.core.errors import OrchestrRLError, Permanent, shorten
 from orchestrrl.engines.base import Engine, transfer_engine
 from orchestrrl.weights.backends.base import (
     DirectSync,
@@ -87,7 +87,7 @@ class VllmTransferBackend:
     async def relayed(self, sync: DirectSync, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         step, act = CALLS.get(call, ("", ""))
         if step != self._step:
-            raise Permanent(f"{call} cannot be called in the trainer's step {self._step or 'none'}")
+            raise Permanent(f"{call} cannot be called while the trainer's step is {self._step or 'none'}")
         bodies = {engine: self._own(engine, body) for engine in sync.engines}
         await self._outcomes.act(sync, act, bodies, first=act in ("join", "start"), last=act == "finish")
         return {}
@@ -147,7 +147,10 @@ class VllmTransferBackend:
             case "finish":
                 await transfers.finish(version, within_s)
             case _:
-                raise Permanent(f"backend vllm_transfer has no act {act!r} at engines")
+                raise Permanent(
+                    f"backend vllm_transfer does not support act {act!r} at engines; use the same version of"
+                    " OrchestrRL for the daemon and the peer"
+                )
         return {}
 
     # --- in the trainer
@@ -156,7 +159,9 @@ class VllmTransferBackend:
         try:
             trainer_init = json.loads(options.own.get("trainer_init", "{}"))
         except ValueError as error:
-            raise Permanent(f"options.trainer_init: must be JSON: {error}") from error
+            raise Permanent(
+                f"options.trainer_init: must be JSON ({error}), got {shorten(options.own['trainer_init'])}"
+            ) from error
         return VllmSender(model, options, trainer_init)
 
 
@@ -172,7 +177,10 @@ async def _listens(init_info: Mapping[str, Any], within_s: float) -> None:
             _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), 5.0)
         except (OSError, TimeoutError) as error:
             if asyncio.get_running_loop().time() >= until_s:
-                raise Permanent(f"the trainer does not listen at {host}:{port}: {error}") from error
+                raise Permanent(
+                    f"cannot connect to the trainer at {host}:{port} within {within_s:g} s:"
+                    f" {str(error) or type(error).__name__}"
+                ) from error
             await asyncio.sleep(LOOK_S)
         else:
             writer.close()
@@ -215,11 +223,14 @@ class VllmSender:
         elif step.step == SEND:
             if self._engine is None:
                 if self._options.rank == 0:
-                    raise Permanent("this trainer has not joined a group")
+                    raise Permanent("rank 0 of the trainer must join a group before it sends weights")
                 self._join(0)  # this rank has no connection and only takes part in gathering
             self._engine.send_weights()
         else:
-            raise Permanent(f"backend vllm_transfer has no step {step.step!r} in the trainer")
+            raise Permanent(
+                f"backend vllm_transfer does not support step {step.step!r} in the trainer; use the same version of"
+                " OrchestrRL for the daemon and the trainer"
+            )
 
     def close(self) -> None:
         if self._engine is not None:
@@ -274,7 +285,10 @@ class VllmSender:
         try:
             init_info = init_class(rank=self._options.rank, **init)
         except (TypeError, ValueError) as error:
-            raise Permanent(f"options.trainer_init: rejected by {init_class.__name__}: {error}") from error
+            raise Permanent(
+                f"options.trainer_init: must be arguments of {init_class.__name__} ({error}),"
+                f" got {shorten(self._own_init)}"
+            ) from error
         self._engine = self._factory.trainer_init(init_info, client=self, source=self.source())
 
     def source(self) -> Any:

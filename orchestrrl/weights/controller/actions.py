@@ -255,17 +255,22 @@ class SyncActions:
             raise SyncFailed("peer_lost", str(error), without) from error
         if result.outcome is OrderOutcome.DONE:
             return result
-        words = f"{result.outcome} {result.detail}".rstrip()
+        words = f"{result.outcome}: {result.detail}".rstrip(": ")
         if engine is None:
-            raise SyncFailed(code, f"peer {peer}: {order.kind}: {words}", self.hub.engines_of([peer]))
-        raise SyncFailed(code, f"{engine}: {words}", [engine], unchanged=result.outcome is OrderOutcome.FAILED)
+            raise SyncFailed(code, f"order {order.kind} at peer {peer} ended as {words}", self.hub.engines_of([peer]))
+        raise SyncFailed(
+            code,
+            f"order {order.kind} at engine {engine} ended as {words}",
+            [engine],
+            unchanged=result.outcome is OrderOutcome.FAILED,
+        )
 
     async def send_order(self, engine: EngineId, order: Order, within_s: float, code: str) -> PeerResult:
         """Send an order to the peer of an engine and return its result. Raises SyncFailed if the order is not done. The
         next attempt then leaves out only this engine."""
         peer = self.hub.peer_of(engine)
         if peer is None:
-            raise SyncFailed("peer_lost", f"{engine}: {self.serving.why_not(engine)}", [engine])
+            raise SyncFailed("peer_lost", f"cannot reach engine {engine}: {self.serving.why_not(engine)}", [engine])
         return await self.done(peer.id, order, within_s, code, engine)
 
     async def install(

@@ -91,7 +91,11 @@ class TreeTransfer:
         hub, peers = self._acts.hub, {each.peer for each in self._publications}
         if not await self._acts.wait_until(lambda: peers <= hub.attached().keys(), self._acts.settings.patience_s):
             away = sorted(peers - hub.attached().keys())
-            raise SyncFailed("trainer_lost", f"peers of the trainer are not attached: {', '.join(away)}")
+            raise SyncFailed(
+                "trainer_lost",
+                f"these peers of the trainer are not attached: {', '.join(away)}; start `orchestrrl sync peer` on their"
+                " hosts",
+            )
 
     async def _held(self, receivers: Collection[PeerId]) -> dict[PeerId, HeldVersion]:
         """Return the bytes that receivers have from an earlier attempt, and the bytes of other peers whose parts are
@@ -246,7 +250,9 @@ class Carrying:
                 await self._until_all_is_there()
                 if await self._check():
                     return
-            raise SyncFailed("corrupt", f"after {CHECKS} checks some bytes still do not match their checksums")
+            raise SyncFailed(
+                "corrupt", f"bytes of version {self._version} still do not match their checksums after {CHECKS} checks"
+            )
         finally:
             for task in self._orders:
                 task.cancel()
@@ -297,9 +303,9 @@ class Carrying:
         away = sorted(peer for peer in self._opens if not self._is_attached(peer))
         trainers = [peer for peer in away if self._opens[peer].parts]
         code = "trainer_lost" if trainers else "bytes_lost"
-        who = f"; not attached: {few(away, between=', ')}" if away else ""
+        who = f"; these peers are not attached: {few(away, between=', ')}" if away else ""
         lack = few(lacking, between=", ")
-        raise SyncFailed(code, f"{lack} received no bytes for {now_s - self._moved_s:.0f} s{who}")
+        raise SyncFailed(code, f"peers {lack} received no bytes for {now_s - self._moved_s:.0f} s{who}")
 
     async def _mend(self) -> None:
         """Add edges for the missing bytes that no running edge transfers."""

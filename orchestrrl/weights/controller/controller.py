@@ -107,11 +107,14 @@ class WeightSync:
             if run.sync_record.report.version == version and not run.sync_record.report.over:
                 if fingerprint(publication) in run.fingerprints:
                     return run.sync_record.id
-                raise Permanent(f"version {version} is being synced with other content, as {run.sync_record.id}")
+                raise Permanent(
+                    f"weight sync {run.sync_record.id} already syncs version {version} with other content; publish"
+                    " under another number"
+                )
         if committed is not None and committed.version == version:
             if fingerprint(publication) in committed.fingerprints:
                 return committed.sync
-            raise Permanent(f"version {version} is committed with other content: publish under another number")
+            raise Permanent(f"version {version} is already committed with other content; publish under another number")
         collection, record = self._collecting or (PublicationSet(), None)
         if not collection.takes(publication):
             collection, record = PublicationSet(), None
@@ -216,7 +219,7 @@ class WeightSync:
         currently accepts no calls from the trainer. Also raises the backend's own errors."""
         run = self._running
         if run is None or run.sync_record.id != sync_id or run.direct is None:
-            raise Permanent(f"weight sync {sync_id} does not expect calls from a trainer")
+            raise Permanent(f"weight sync {sync_id} does not expect calls from a trainer now")
         return await run.direct.relayed(rank, number, call, body)
 
     # --- called by operators and trainers
@@ -264,13 +267,15 @@ class WeightSync:
         outcome = (SyncState.ABORTED, "operator", reason or "aborted by an operator")
         record = self.book.open.get(report.id)
         if record is None:
-            raise Permanent(f"weight sync {report.id} is over: {report.state}")
+            raise Permanent(f"cannot abort weight sync {report.id}: it is over, with state {report.state}")
         if self._running is not None and self._running.sync_record is record:
             self._running.call_off(*outcome)
         elif record in self._not_begun():
             self._drop(record, *outcome)
         else:
-            raise Permanent(f"weight sync {report.id} was left open by an earlier daemon and is being finished")
+            raise Permanent(
+                f"cannot abort weight sync {report.id}: an earlier daemon left it open, and it is now being finished"
+            )
         return record.report
 
     def _not_begun(self) -> list[SyncRecord]:
@@ -281,7 +286,10 @@ class WeightSync:
         """Install the prepared version now, before the next pause. Raises Permanent if no version is prepared."""
         run = self._running
         if run is None or (sync_id and run.sync_record.id != sync_id):
-            raise Permanent(f"weight sync {sync_id or '(any)'} is not running: no version waits to be installed")
+            raise Permanent(
+                "no version waits to be installed, because"
+                f" {f'weight sync {sync_id} is not' if sync_id else 'no weight sync is'} running"
+            )
         run.install_now()
         run.sync_record.note(f"installed by order of an operator: {reason or 'no reason given'}")
         return run.sync_record.report
@@ -302,8 +310,8 @@ class WeightSync:
             if told not in (None, version):
                 why = run.sync_record.report.notes[-1:] or ("it was aborted",)
                 raise Permanent(
-                    f"version {told} could not be installed, so engines do not have it: {why[0]}; resume without a"
-                    " version to continue with the previous weights"
+                    f"cannot install version {told}: {why[0]}; to continue with the previous weights, resume"
+                    " without a version"
                 )
             return version, without
         self._acts.notice_others()
@@ -330,8 +338,8 @@ class WeightSync:
         for record in self.book.open.values():
             if record.report.version == version:
                 raise Retryable(
-                    f"version {version} is still being synced, as {record.id} ({record.report.state}), so engines do"
-                    " not have it; try again later, or resume without a version",
+                    f"engines do not have version {version} yet, because weight sync {record.id} is still"
+                    f" {record.report.state}; try again later, or resume without a version",
                     ON_ITS_WAY_S,
                 )
 

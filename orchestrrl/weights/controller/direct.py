@@ -114,7 +114,7 @@ class DirectTransfer:
         acts, changes = self._acts, self._changes
         peer = acts.hub.peer_of(engine)
         if peer is None:
-            raise Permanent(f"no peer of {engine} is attached")
+            raise Permanent(f"no peer of engine {engine} is attached; start `orchestrrl sync peer` on its host")
         within_s = max(0.0, self._until_s - acts.clock.now_s())
         backend = self._record.report.backend
         order = BackendAct(backend, engine, act, self.version, json.dumps(dict(body)), changes, self._until_s)
@@ -137,7 +137,7 @@ class DirectTransfer:
         try:
             await within(self._acts.clock, within_s, ended)
         except Permanent as error:  # the time limit: ranks never end a step with Permanent
-            raise OutcomeUnknown(f"the trainer did not {step} within {within_s:.0f} s") from error
+            raise OutcomeUnknown(f"the trainer did not complete step {step!r} within {within_s:.0f} s") from error
         finally:
             self._withdraw_request()
 

@@ -82,8 +82,10 @@ class Installing:
         for engine, why in left.items():
             record.engine(engine, EngineSync.QUARANTINED, why)
         if not targets:
-            words = results_by_engine(left) or "the fleet has none"
-            raise SyncFailed("no_engines", f"no engine can receive the version: {words}", again=False)
+            words = results_by_engine(left) or "the fleet has no engines"
+            raise SyncFailed(
+                "no_engines", f"no engine can receive version {record.report.version}: {words}", again=False
+            )
         attempt.targets = targets
         if self._direct is None:  # a direct backend needs no receiving peers
             # Hosts on which engines may be started later also receive the version, so that it is there then. They take
@@ -122,7 +124,9 @@ class Installing:
             self._record.note(f"{', '.join(sorted(gone))} left the fleet during the sync")
         attempt.targets = [engine for engine in [*attempt.targets, *come] if engine in there]
         if not attempt.targets:
-            raise SyncFailed("no_engines", "no engine is left that could receive the version", again=False)
+            raise SyncFailed(
+                "no_engines", f"no engine is left that can receive version {self._record.report.version}", again=False
+            )
 
     # --- install and verify
 
@@ -147,7 +151,9 @@ class Installing:
             else:
                 results = await self._loaded(attempt, until_s)
             if not results:
-                raise SyncFailed("no_engines", "no engine is left that could receive the version", again=False)
+                raise SyncFailed(
+                    "no_engines", f"no engine is left that can receive version {record.report.version}", again=False
+                )
         record.state(SyncState.VERIFYING)
         with record.phase(SyncPhase.VERIFY):
             await self._verify(attempt, results, may_probe=borrowed is None or borrowed.may_probe)

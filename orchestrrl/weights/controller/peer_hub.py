@@ -257,8 +257,8 @@ class PeerHub:
             if not state.attached and not self._open.to(id) and state.last_report_s < gone_s:
                 del self.peers[id]
         if len(self.peers) >= self._most_peers:
-            limit = f"the daemon can track at most {self._most_peers} peers (limits.nodes)"
-            raise LimitReached(f"id: {limit}, got {shorten(peer)} in addition")
+            limit = f"the daemon already tracks {self._most_peers} peers (limits.nodes)"
+            raise LimitReached(f"id: must be the id of a known peer, because {limit}, got {shorten(peer)}")
 
     def _without_others(self, peer: Peer) -> Peer:
         """Return the peer without its assigned engines that now belong to another peer. The daemon sends the peer a new

@@ -124,7 +124,7 @@ def plan_repair(
         segments += shard_segments(shard.id, shard.bytes, wanted, there)
     if lost := [each for each in segments if not each.holders]:
         ranges = [f"{each.shard} from byte {each.offset} to {each.offset + each.bytes}" for each in lost]
-        raise Unreachable(f"no attached peer has {few(ranges, between=', ')}")
+        raise Unreachable(f"no attached peer has these bytes: {few(ranges, between=', ')}")
     opens = {peer: OpenVersion(_part_of(fleet, shards, ())) for peer, shards in own.items()}
     return replace(_planned(fleet, opens, segments, known, network, settings, name), held=held)
 

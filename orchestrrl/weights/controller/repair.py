@@ -95,7 +95,7 @@ class EngineRepairs:
             tried = self._tried.get(engine)
             await acts.rest(engine, at_rest=True, drain_s=DRAIN_S, ends=tried is not None and tried.times >= DRAINS)
             if why := acts.hub.why_not_whole(engine):
-                raise SyncFailed("peer_lost", f"{engine}: {why}", [engine], unchanged=True)
+                raise SyncFailed("peer_lost", f"cannot repair engine {engine}: {why}", [engine], unchanged=True)
             for host in acts.hub.hosts_of(engine):
                 await self._bytes(acts.hub.attached()[host], committed)
             if acts.notice_others():
@@ -176,7 +176,9 @@ class EngineRepairs:
         map = acts.book.map
         if map is None or map.version != committed.version:
             raise SyncFailed(
-                "bytes_lost", "the description of the committed version is lost: the engine waits for the next version"
+                "bytes_lost",
+                f"the description of the committed version {committed.version} is missing, so the engine waits for the"
+                " next version",
             )
         peers = list(acts.hub.attached().values())
         network = acts.circuits.network()
@@ -206,16 +208,21 @@ class EngineRepairs:
         if tokens != expected:
             raise SyncFailed(
                 "probe_differs",
-                f"{engine} generated {tokens}, but other engines of its configuration generated {expected}",
+                f"{engine} generated {tokens} for the probe, but other engines of its configuration generated"
+                f" {expected}",
             )
 
     async def _serves(self, engine: EngineId, committed: CommittedVersion) -> None:
         acts = self._acts
         if acts.is_closed:
-            raise SyncFailed("not_quiet", "the pause barrier was closed during the repair")
+            raise SyncFailed("not_quiet", f"the pause barrier was closed during the repair of {engine}")
         # The engine may have been restarted during the repair.
         if acts.installed(engine) != committed.version:
-            raise SyncFailed("install_failed", f"{engine} has {_weights_text(acts.installed(engine))} after the repair")
+            raise SyncFailed(
+                "install_failed",
+                f"{engine} must have version {committed.version} after the repair,"
+                f" got {_weights_text(acts.installed(engine))}",
+            )
         fleet = acts.book.fleet
         if fleet.committed is None or fleet.committed.version != committed.version:
             return

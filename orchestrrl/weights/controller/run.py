@@ -117,7 +117,7 @@ class SyncRun(Description[SyncStep]):
     def call_off(self, state: SyncState, code: str, why: str) -> None:
         """Abort the sync with this state, code and reason. Raises Permanent if it is committed or over."""
         if self._committed or self.sync_record.report.over:
-            raise Permanent(f"weight sync {self.id} is {self.sync_record.report.state}: it cannot be aborted")
+            raise Permanent(f"cannot abort weight sync {self.id}, because its state is {self.sync_record.report.state}")
         if self._stop is None:
             self._stop = (state, code, why)
             with contextlib.suppress(Permanent):  # it is being undone already, and will not start another attempt
@@ -126,7 +126,10 @@ class SyncRun(Description[SyncStep]):
     def install_now(self) -> None:
         """Install the version without waiting for the next pause. Raises Permanent if the version is not prepared."""
         if self.sync_record.report.state is not SyncState.PREPARED:
-            raise Permanent(f"weight sync {self.id} is {self.sync_record.report.state}: nothing waits to be installed")
+            raise Permanent(
+                f"cannot install weight sync {self.id}: its state must be {SyncState.PREPARED},"
+                f" got {self.sync_record.report.state}"
+            )
         self._may_install.set()
 
     @property
@@ -299,7 +302,10 @@ class SyncRun(Description[SyncStep]):
                 return ""
             if acts.is_closed:  # before the holder opens it, `borrow` is called
                 if is_late:
-                    raise SyncFailed("not_quiet", f"the pause barrier is closed by {acts.fence.state.lease}")
+                    raise SyncFailed(
+                        "not_quiet",
+                        f"the pause barrier is still closed by {acts.fence.state.lease} after {within_s:g} s",
+                    )
                 return f"{acts.fence.state.lease} has the pause barrier closed"
             if acts.deploying():  # a deployment does not start while the barrier is closed, and has its own time limits
                 until_s = acts.clock.now_s() + within_s
@@ -340,10 +346,14 @@ class SyncRun(Description[SyncStep]):
         self._check_closed()
         has = [engine for engine in attempt.verified if not acts.gone(engine)]
         if not has:
-            raise SyncFailed("no_engines", "no engine is left that could receive the version", again=False)
+            raise SyncFailed(
+                "no_engines", f"no engine is left that can receive version {record.report.version}", again=False
+            )
         if lost := acts.lacking(record.report.version, has):
             raise SyncFailed(
-                "verify_failed", f"{few(lost, between=', ')}: restarted since the version was installed", lost
+                "verify_failed",
+                f"engines restarted after version {record.report.version} was installed: {few(lost, between=', ')}",
+                lost,
             )
         stands = {each.engine: each for each in record.report.engines}
         quarantined = {

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from orchestrrl.core.clock import Clock
-from orchestrrl.core.errors import OrchestrRLError, cut
+from orchestrrl.core.errors import OrchestrRLError, cut, shorten
 from orchestrrl.core.journal.kinds import WEIGHT_SYNCS
 from orchestrrl.core.journal.store import EntryKind, Journal, JournalEntry
 from orchestrrl.core.operation import check_record
@@ -331,7 +331,7 @@ def _checked_step(body: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the body of a step's entry after checking the fields that a resumed sync reads. Raises ValueError if a
     field is invalid."""
     if not all(isinstance(engine, str) for engine in body["engines"]):
-        raise ValueError("engines: must be strings")
+        raise ValueError(f"engines: must be strings, got {shorten(body['engines'])}")
     return check_record(body)
 
 

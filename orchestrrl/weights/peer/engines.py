@@ -155,7 +155,7 @@ class PeerEngines:
                 await own.engine.pause(PauseMode.WAIT)
         except TimeoutError as error:
             await own.engine.resume()
-            raise Retryable(f"{name}: its requests did not finish within {drain_s:g} s", drain_s) from error
+            raise Retryable(f"the requests of engine {name} did not finish within {drain_s:g} s", drain_s) from error
 
     async def act(self, order: BackendAct) -> str:
         """Perform an act of a direct backend at an engine; return its answer as JSON. Raises the backend's errors, and
@@ -179,7 +179,9 @@ class PeerEngines:
                     self._has(own, await self._loaded(own))
                 except OrchestrRLError as error:
                     self._has(own, None)
-                    raise OutcomeUnknown(f"{order.act} was done, but the version is unknown: {error}") from error
+                    raise OutcomeUnknown(
+                        f"cannot read the version of engine {order.engine} after act {order.act!r}: {error}"
+                    ) from error
             return json.dumps(dict(told))
 
     async def close(self) -> None:
@@ -218,7 +220,7 @@ class PeerEngines:
             async with asyncio.timeout(ASK_S):
                 self._has(own, await self._loaded(own))
         except TimeoutError as error:
-            raise Retryable(f"{name}: no answer within {ASK_S:g} s", ASK_S) from error
+            raise Retryable(f"engine {name} did not report its version within {ASK_S:g} s", ASK_S) from error
 
     async def take_sums(self, owns: Iterable[_Own] | None = None, within_s: float = SOON_S) -> bool:
         """Return whether any engine needs the folder's checksum for a load. An engine that does not answer within
@@ -250,7 +252,7 @@ class PeerEngines:
 
     def _still(self, by_s: float) -> None:
         if (late_s := self._clock.now_s() - by_s) > 0:
-            raise Permanent(f"the deadline passed {late_s:.3g} s ago")
+            raise Permanent(f"the deadline of the order passed {late_s:.3g} s ago")
 
     def _one(self, name: EngineId) -> _Own:
         if name not in self._own:

@@ -160,7 +160,9 @@ def _address(arguments: PeerArguments) -> str:
         try:
             socket.getaddrinfo(arguments.host, None)
         except OSError as error:
-            raise ValueError(f"--host: cannot be resolved ({error}), got {arguments.host!r}") from error
+            raise ValueError(
+                f"--host: must be a name or address that can be resolved ({error}), got {arguments.host!r}"
+            ) from error
         return arguments.host
     if arguments.daemon.startswith("unix:"):
         return "127.0.0.1"
@@ -168,7 +170,9 @@ def _address(arguments: PeerArguments) -> str:
         host, port = parse_address(arguments.daemon)
         return str(ipaddress.ip_address(_way_to(host, port)[0]))
     except (OSError, ValueError) as error:
-        raise ValueError(f"--host: is required, no route to --daemon was found ({error}), got ''") from error
+        raise ValueError(
+            f"--host: must be set, because no route to --daemon {arguments.daemon} was found ({error}), got ''"
+        ) from error
 
 
 def _made(make: Callable[[], _Value], faults: list[str], option: str = "", value: str = "") -> _Value | None:

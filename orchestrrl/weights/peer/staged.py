@@ -149,7 +149,7 @@ class StagedVersion:
             raise Permanent(f"version {self.map.version}: {'; '.join(faults)}")
         missing = self.missing()
         if some := [name for name in chosen if name in missing]:
-            raise Permanent(f"version {self.map.version}: incomplete shards: {', '.join(some)}")
+            raise Permanent(f"version {self.map.version} has incomplete shards: {', '.join(some)}")
         states = [self._shards[name] for name in chosen]
         left = iter(self._in_threads(self._sum, [each for state in states for each in _blocks(state)]))
         for state in states:
@@ -245,7 +245,7 @@ class StagedVersion:
             self._identity[part.file] = _identity(path)
             self._files.append(_mapped(path))
         except (OSError, ValueError) as error:
-            raise Permanent(f"{path}: the part of rank {part.rank} cannot be read: {error}") from error
+            raise Permanent(f"cannot read the part of rank {part.rank} from {path}: {error}") from error
         tensors = {tensor.name: tensor for tensor in layout.tensors}
         faults = [
             f"{name} is {tensors.get(name)}, expected {self._tensors.get(name)}"
@@ -295,7 +295,7 @@ class StagedVersion:
             if not earlier:
                 path.unlink(missing_ok=True)
             if not disk_space.is_full(error):
-                raise Permanent(f"{path} cannot be written: {error}") from error
+                raise Permanent(f"cannot write {path}: {error}") from error
             raise disk_space.no_room(self.folder, needed, self.map.version) from error
         self._files[_MODEL] = _mapped(path)
         if not earlier:
@@ -406,9 +406,12 @@ class StagedVersion:
     def _within(self, shard: str, offset: int, size: int) -> _Shard:
         state = self._shards.get(shard)
         if state is None:
-            raise Permanent(f"version {self.map.version} has no shard {shard!r} here")
+            raise Permanent(f"version {self.map.version} has no shard {shard!r} on this peer")
         if offset < 0 or size < 0 or offset + size > state.map.bytes:
-            raise Permanent(f"shard {shard} has {state.map.bytes} bytes, got a range of {size} at {offset}")
+            raise Permanent(
+                f"the range must be within the {state.map.bytes} bytes of shard {shard}, got {size} bytes at offset"
+                f" {offset}"
+            )
         return state
 
 

@@ -97,7 +97,7 @@ class VersionStore:
             return self.versions[version]
         except KeyError:
             known = ", ".join(str(each) for each in sorted(self.versions)) or "none"
-            raise Permanent(f"version {version} is not stored on this peer; it stores: {known}") from None
+            raise Permanent(f"version {version} is not stored on this peer; its versions are {known}") from None
 
     def keep(self, versions: Collection[int]) -> list[int]:
         """Discard all versions except `versions`, including parts staged for older versions that were never opened;
@@ -224,17 +224,17 @@ def _lock(folder: Path) -> int:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            raise Permanent(f"{folder} is a link or belongs to another user: choose your own folder with --folder")
+            raise Permanent(f"{folder} is a link or belongs to another user; choose your own folder with --folder")
         file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise Permanent(f"{folder} cannot be used ({error}): choose another folder with --folder") from error
+        raise Permanent(f"cannot use folder {folder}: {error}; choose another folder with --folder") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         owner = os.pread(file, 20, 0).decode(errors="replace").strip() or "?"
         os.close(file)
         raise Permanent(
-            f"{folder} is in use by the peer with process id {owner}: stop it, or choose another --folder"
+            f"{folder} is in use by the peer with process id {owner}; stop it, or choose another --folder"
         ) from error
     os.ftruncate(file, 0)
     os.pwrite(file, str(os.getpid()).encode(), 0)

@@ -33,10 +33,11 @@ class TensorPiece:
     def __post_init__(self) -> None:
         if tuple(self.values.shape) != (shape := shape_of(self.box)):
             raise ValueError(
-                f"{self.meta.name}: values of {self.box} must have shape {shape}, got {tuple(self.values.shape)}"
+                f"{self.meta.name}: the values of box {self.box} must have shape {shape},"
+                f" got {tuple(self.values.shape)}"
             )
         if not self.meta.has(self.box):
-            raise ValueError(f"{self.meta.name}: a box must be within {self.meta.shape}, got {self.box}")
+            raise ValueError(f"{self.meta.name}: the box must be within shape {self.meta.shape}, got {self.box}")
 
     @property
     def bytes(self) -> int:
@@ -133,7 +134,7 @@ def tensors_of(pieces: Sequence[TensorPiece]) -> tuple[TensorMeta, ...]:
         known = found.setdefault(piece.meta.name, piece.meta)
         if known != piece.meta:
             raise Permanent(
-                f"{piece.meta.name}: must be unique, got {known.dtype} {known.shape} and"
+                f"{piece.meta.name} must have one dtype and shape, got {known.dtype} {known.shape} and"
                 f" {piece.meta.dtype} {piece.meta.shape}"
             )
     return tuple(found[name] for name in sorted(found))
@@ -232,7 +233,7 @@ class TrainerRanks:
         rank, world = distributed.get_rank(self._group), distributed.get_world_size(self._group)
         if (rank, world) != (self._rank, self._world):
             raise Permanent(
-                f"rank and world must be torch.distributed's {rank} of {world}, got {self._rank} of {self._world};"
-                " if only some ranks publish, pass their group"
+                f"rank and world must be those of torch.distributed, {rank} of {world}, got {self._rank} of"
+                f" {self._world}; if only some ranks publish, pass their group"
             )
         return distributed

@@ -128,8 +128,10 @@ class PublishInProgress:
         except StillWaiting as error:
             if self._future.done():
                 raise
-            stands = "not accepted by the daemon yet" if self.report is None else str(self.report.state)
-            raise Retryable(f"version {self.version} is {stands} after {timeout_s:g} s", after_s=1.0) from error
+            stands = "not yet accepted by the daemon" if self.report is None else str(self.report.state)
+            raise Retryable(
+                f"timed out after {timeout_s:g} s: version {self.version} is {stands}", after_s=1.0
+            ) from error
         if report.state is SyncState.ABORTED:
             raise SyncAborted(report)
         return report
@@ -193,7 +195,10 @@ class WeightsClient:
     def start_publish(self, version: int, model: Any, **options: Unpack[ModelOptions]) -> PublishInProgress:
         """Start to publish as `publish` does, but return as soon as the model may change again."""
         if (backend := options.get("backend", TREE)) != TREE:
-            raise Permanent(f"backend {backend!r} sends from the trainer's process: call publish, which blocks")
+            raise Permanent(
+                f"backend {backend!r} does not support start_publish, because it sends from the trainer's process;"
+                " call publish"
+            )
         began_s = self._begun()
         dtype, rename, shards = options.get("dtype") or self._dtype, options.get("rename"), options.get("shards")
         if shards is None:
@@ -286,7 +291,10 @@ class WeightsClient:
         """Publish through a direct backend, which sends the weights from the trainer's process; return the report."""
         began_s, name = self._begun(), options["backend"]
         if options.get("shards") is not None:
-            raise Permanent(f"backend {name!r} supports modules and DTensors, not the shards of a Megatron rank")
+            raise Permanent(
+                f"backend {name!r} does not support the shards of a Megatron rank; use backend {TREE!r}, or publish"
+                " modules or DTensors"
+            )
         own = dict(options.get("options", {}))
         rename, ignore = options.get("rename"), options.get("ignore", ())
         dtype = options.get("dtype") or self._dtype

@@ -83,8 +83,8 @@ def _through_the_model(chunks: Sequence[Mapping[str, Any]], shards: MegatronShar
                 highest = max(highest, number)
                 if before + number >= len(layers):
                     raise Permanent(
-                        f"{name}: stage {stage} has only {len(layers)} layers by the layout; if names count layers"
-                        ' through the whole model, pass layers="model"'
+                        f"{name}: the layer must be below {len(layers)}, the layers of stage {stage} in the layout,"
+                        f' got {before + number}; if names count layers through the whole model, pass layers="model"'
                     )
                 plain = f"{match[1]}{layers[before + number]}{match[3]}"
             named[plain] = tensor

@@ -44,7 +44,9 @@ class ArrayCopies:
     def copy(self, piece: TensorPiece, into: Bytes) -> None:
         plain = np.dtype(f"u{DTYPE_BYTES[piece.meta.dtype]}")
         if piece.values.dtype.itemsize != plain.itemsize:
-            raise Permanent(f"{piece.meta.name}: {piece.meta.dtype} cannot be copied from {piece.values.dtype}")
+            raise Permanent(
+                f"{piece.meta.name}: values of dtype {piece.values.dtype} cannot be copied as {piece.meta.dtype}"
+            )
         whole = into.view(plain).reshape(piece.meta.shape)
         whole[slices(piece.box)] = np.ascontiguousarray(piece.values).view(plain).reshape(shape_of(piece.box))
 
@@ -70,7 +72,7 @@ def stage(
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():  # /dev/shm is world-writable
             raise Permanent(
-                f"{folder} is a link or belongs to another user, who could read the weights: configure your own folder"
+                f"{folder} is a link or belongs to another user, who could read the weights; configure your own folder"
                 " for the client and its peer"
             )
         hold = StagingHold(home)
@@ -83,7 +85,7 @@ def stage(
     except OSError as error:
         if is_full(error):
             raise Permanent(_no_room(home, size)) from error
-        raise Permanent(f"{home} cannot be written ({error}): configure a folder that trainer and peer share") from (
+        raise Permanent(f"cannot write {home}: {error}; configure a folder that the trainer and its peer share") from (
             error
         )
     finally:
@@ -149,7 +151,7 @@ def checkpoint_pieces(folder: Path) -> list[TensorPiece]:
     """Return a checkpoint's tensors, sorted by name, for `publish_arrays`. Raises Permanent, with one line per fault,
     if the checkpoint cannot be read or has unsupported tensors."""
     if not folder.is_dir():
-        raise Permanent(f"{folder}: not a directory")
+        raise Permanent(f"{folder} is not a directory")
     try:
         stored = read_checkpoint(folder)
     except BrokenCheckpoint as fault:

@@ -54,8 +54,8 @@ def state_of(model: Any) -> Mapping[str, Any]:
         raise Permanent(f"model must be a module or a state dict, got {type(model).__name__}")
     if hasattr(model, "peft_config"):
         raise Permanent(
-            "the adapters of a PEFT model are separate from its weights: publish the result of merge_and_unload() on"
-            " a copy"
+            "cannot publish a PEFT model, because its adapters are separate from its weights; publish the result of"
+            " merge_and_unload() on a copy"
         )
     state: Mapping[str, Any] = model.state_dict()
     return state
@@ -66,7 +66,7 @@ def published_dtype(dtype: Any, wanted: Any) -> str:
     is a floating-point tensor, else the tensor's own dtype. Raises Permanent if the dtype is unsupported."""
     own = _DTYPES.get(str(dtype).removeprefix("torch."))
     if own is None:
-        raise Permanent(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype}")
+        raise Permanent(f"the dtype of a tensor must be one of {', '.join(_DTYPES)}, got {dtype}")
     if wanted is None or own not in _CONVERTED:
         return own
     asked = str(wanted).removeprefix("torch.")
@@ -118,8 +118,8 @@ def _placed(meta: TensorMeta, tensor: Any, local: Any) -> Iterator[TensorPiece]:
     expected = tuple(sum(last - first for first, last in ranges) for ranges in axes)
     if expected != tuple(local.shape):
         raise Permanent(
-            f"{meta.name}: the local shape must be {expected} of {meta.shape}, by {placements} on mesh"
-            f" {tuple(tensor.device_mesh.shape)}, got {tuple(local.shape)}"
+            f"{meta.name}: the local shape must be {expected}, the part of {meta.shape} for placements {placements} on"
+            f" mesh {tuple(tensor.device_mesh.shape)}, got {tuple(local.shape)}"
         )
     for own, whole in blocks(axes):
         yield TensorPiece(meta, whole, local[slices(own)])
@@ -128,13 +128,15 @@ def _placed(meta: TensorMeta, tensor: Any, local: Any) -> Iterator[TensorPiece]:
 def _cuts(meta: TensorMeta, mesh: Any, placements: Sequence[Any]) -> list[AxisCut]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise Permanent(f"{meta.name}: this rank is not in its device mesh and has no part of the tensor")
+        raise Permanent(
+            f"{meta.name}: this rank has no part of the tensor, because it is not in the tensor's device mesh"
+        )
     cuts = []
     for dimension, placement in enumerate(placements):
         if placement.is_replicate():
             continue
         if placement.is_partial():
-            raise Permanent(f"{meta.name}: is a partial sum ({placement}): reduce it before publishing")
+            raise Permanent(f"{meta.name} must not be a partial sum, got {placement}; reduce it before publishing")
         axis = placement.dim % len(meta.shape)
         strided_by = int(getattr(placement, "split_factor", 1))  # _StridedShard, from FSDP2 over TP
         cuts.append(AxisCut(axis, int(mesh.size(dimension)), int(coordinate[dimension]), strided_by))

@@ -71,7 +71,7 @@ class GroupTransport(ABC):
                 with self._connecting:
                     self._stores.pop(store, None)
             if isinstance(error, RuntimeError | ValueError):  # from torch.distributed, or for an invalid answer
-                raise LinkBroken(f"joining the other endpoint's group failed: {_short(error)}") from error
+                raise LinkBroken(f"cannot join the other endpoint's group: {_short(error)}") from error
             raise
 
     def _connected(self, address: str) -> Any:

@@ -80,7 +80,7 @@ class LinkListener:
             while True:
                 left_s = max(0.0, until_s - time.monotonic())
                 if not self._changed.wait_for(lambda: key in self._waiting or self._closed, left_s):
-                    raise NotYet(f"no sender has dialled {key!r} within {timeout_s:g} s")
+                    raise NotYet(f"no sender connected for link {key!r} within {timeout_s:g} s")
                 if key not in self._waiting:
                     raise LinkBroken("this transport is closed")
                 found = self._waiting.pop(key)
@@ -93,7 +93,7 @@ class LinkListener:
             found.settimeout(None)
         except OSError as error:
             found.close()
-            raise LinkBroken(f"the sender of {key!r} has gone: {error}") from error
+            raise LinkBroken(f"cannot answer the sender of link {key!r}: {error}") from error
         return found
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ async def _heard(came: socket.socket, size: int) -> bytes:
     while len(heard) < size:
         part = await asyncio.get_running_loop().sock_recv(came, size - len(heard))
         if not part:
-            raise ValueError("the client closed the connection before it sent a whole key")
+            raise ValueError(f"the sender closed the connection after {len(heard)} of {size} bytes")
         heard += part
     return heard
 
@@ -180,7 +180,7 @@ def knock(address: str, key: str, timeout_s: float, buffer_bytes: int = 0) -> tu
     answer is invalid."""
     said = key.encode()
     if len(said) > MOST_BYTES:
-        raise ValueError(f"a key must have at most {MOST_BYTES} bytes, got {len(said)}")
+        raise ValueError(f"a link's key must have at most {MOST_BYTES} bytes, got {len(said)}")
     until_s = time.monotonic() + timeout_s
     sock = _connect(address, until_s, timeout_s, buffer_bytes)
     try:
@@ -190,14 +190,14 @@ def knock(address: str, key: str, timeout_s: float, buffer_bytes: int = 0) -> tu
         try:
             greeting = _exactly(sock, GREETING.size)
         except TimeoutError as error:
-            raise NotYet(f"{address} has not accepted {key!r} within {timeout_s:g} s") from error
+            raise NotYet(f"{address} did not accept link {key!r} within {timeout_s:g} s") from error
         answer = _exactly(sock, _length_of(greeting))
     except NotYet:
         sock.close()
         raise
     except (OSError, ValueError) as error:
         sock.close()
-        raise LinkBroken(f"{address}: {error}") from error
+        raise LinkBroken(f"cannot open link {key!r} to {address}: {error}") from error
     sock.settimeout(None)
     return sock, answer
 
@@ -208,7 +208,7 @@ def _connect(address: str, until_s: float, timeout_s: float, buffer_bytes: int) 
         try:
             family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         except OSError as error:
-            raise LinkBroken(f"{address}: {error}") from error
+            raise LinkBroken(f"cannot resolve {address}: {error}") from error
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             widen(sock, buffer_bytes)
@@ -217,9 +217,9 @@ def _connect(address: str, until_s: float, timeout_s: float, buffer_bytes: int) 
         except OSError as error:
             sock.close()
             if not isinstance(error, TimeoutError) and error.errno not in MAY_COME:
-                raise LinkBroken(f"{address}: {error}") from error
+                raise LinkBroken(f"cannot connect to {address}: {error}") from error
             if time.monotonic() + REDIAL_S >= until_s:
-                raise NotYet(f"{address} could not be reached within {timeout_s:g} s: {error}") from error
+                raise NotYet(f"cannot connect to {address} within {timeout_s:g} s: {error}") from error
             time.sleep(REDIAL_S)
         else:
             return sock
@@ -255,7 +255,10 @@ def parts_of(address: str) -> tuple[str, int]:
 def _length_of(greeting: bytes) -> int:
     magic, version, length = GREETING.unpack(greeting[: GREETING.size])
     if magic != MAGIC or version != VERSION or length > MOST_BYTES:
-        raise ValueError(f"the other side does not use version {VERSION} of this protocol")
+        raise ValueError(
+            f"the other endpoint must use version {VERSION} of the link protocol, got magic {magic!r},"
+            f" version {version} and length {length}"
+        )
     return int(length)
 
 
@@ -264,7 +267,7 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
     while len(heard) < size:
         part = sock.recv(size - len(heard))
         if not part:
-            raise OSError("the receiver has gone")
+            raise OSError(f"the receiver closed the connection after {len(heard)} of {size} bytes")
         heard += part
     return bytes(heard)
 

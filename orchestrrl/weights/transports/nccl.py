@@ -26,7 +26,9 @@ class NcclTransport(GroupTransport):
 
     def __init__(self, host: str) -> None:
         if not torch.cuda.is_available() or not dist.is_nccl_available():
-            raise Permanent("transport nccl: needs a GPU and torch built with CUDA and NCCL; use transport gloo or tcp")
+            raise Permanent(
+                "transport nccl needs a GPU and a torch that is built with CUDA and NCCL; use transport gloo or tcp"
+            )
         super().__init__(host)
         self._device = torch.device("cuda", 0)
 

@@ -76,11 +76,11 @@ class _Link(ABC):
                 with self._at_work:
                     moved = self._move(first.rest)
             except BlockingIOError as error:
-                raise LinkBroken(f"no byte has moved for {timeout_s:g} s") from error
+                raise LinkBroken(f"no byte was transferred for {timeout_s:g} s") from error
             except OSError as error:
-                raise LinkBroken(f"the connection is lost: {error}") from error
+                raise LinkBroken(f"the connection failed: {error}") from error
             if moved == 0:
-                raise LinkBroken("the other endpoint has closed the link")
+                raise LinkBroken("the other endpoint closed the link")
             first.rest = first.rest[moved:]
         self._drop_finished()
 
@@ -109,7 +109,7 @@ class _Link(ABC):
             self._socket.setsockopt(socket.SOL_SOCKET, self.OPTION, limit)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(int(timeout_s * 1e3), 1))
         except OSError as error:
-            raise LinkBroken(f"the link is closed: {error}") from error
+            raise LinkBroken(f"cannot set the timeouts of the connection: {error}") from error
 
     @abstractmethod
     def _move(self, rest: memoryview) -> int:
@@ -130,7 +130,7 @@ class TcpOutgoing(_Link):
             except BlockingIOError:
                 pass  # the kernel's buffer is full: `wait` sends the rest
             except OSError as error:
-                raise LinkBroken(f"the connection is lost: {error}") from error
+                raise LinkBroken(f"the connection failed: {error}") from error
         return taken
 
     def _move(self, rest: memoryview) -> int:

@@ -91,7 +91,7 @@ def test_holders_without_circuits_are_infeasible() -> None:
     tors = {f"{pod}-tor": 4 for pod in "abc"}
     result = run("-", "--json", document=problem(pods=pods, endpoints=endpoints, shards=shards, tor_circuits=tors))
     assert (result.exit_code, result.stdout) == (3, "")
-    assert "infeasible: no circuit leads to PoDs that need shards" in result.stderr
+    assert "infeasible: no circuit leads to the PoDs that need shards: " in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -508,12 +508,10 @@ async def test_rollback_with_outcome_unknown_to_driver_is_journalled_as_rollback
 
     async def unread(diff: CircuitDiff) -> CommitResult:
         await rollback(diff)
-        raise DriverOutcomeUnknown(
-            "the device could not be read after a command, which may or may not have taken effect", device="ocs1"
-        )
+        raise DriverOutcomeUnknown("cannot read the device after a command was sent to it", device="ocs1")
 
     switch.rollback = unread  # type: ignore[method-assign]
-    with pytest.raises(DriverOutcomeUnknown, match="could not be read after"):
+    with pytest.raises(DriverOutcomeUnknown, match="cannot read the device after"):
         await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)
     await executor.settle()
     assert executor.open == ()

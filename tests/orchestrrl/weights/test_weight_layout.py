@@ -177,7 +177,7 @@ def test_unstaged_box_is_reported() -> None:
     tensor = TensorMeta("w", "F32", (4, 4))
     shard = shard_of([(tensor, tensor.whole)])
     half = SourceFile(0, lay_out([tensor]).places, {"w": (((0, 2), (0, 4)),)})
-    with pytest.raises(ValueError, match=r"w: a part of \(\(0, 4\), \(0, 4\)\) is not staged on this host"):
+    with pytest.raises(ValueError, match=r"tensor w: a part of box \(\(0, 4\), \(0, 4\)\) is not staged on this host"):
         locate(shard, {"w": tensor}, [half])
 
 
@@ -220,7 +220,7 @@ def test_box_with_too_many_row_groups_is_refused() -> None:
 )
 def test_file_that_is_not_safetensors_is_refused(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "x.safetensors").write_bytes(text)
-    with pytest.raises(ValueError, match=r"x\.safetensors: not a usable safetensors file"):
+    with pytest.raises(ValueError, match=r"x\.safetensors is not a usable safetensors file"):
         read_layout(tmp_path / "x.safetensors")
 
 

@@ -173,7 +173,7 @@ def test_names_of_checkpoints_and_systems_are_understood() -> None:
     ],
 )
 def test_an_unknown_name_lists_the_known_ones(look_up: object, error: type[ValueError]) -> None:
-    with pytest.raises(error, match=r"unknown .* 'nonsense', known: "):
+    with pytest.raises(error, match=r"unknown .* 'nonsense'; known .*: "):
         look_up("nonsense")  # type: ignore[operator]
 
 

@@ -74,5 +74,5 @@ def test_enough_measurements_replace_allowances() -> None:
 
 
 def test_invalid_times_are_rejected() -> None:
-    with pytest.raises(ValueError, match=r"must be >= 0, got -0\.1 on ocs1"):
+    with pytest.raises(ValueError, match=r"device_s of a commit on ocs1 must be >= 0, got -0\.1"):
         CommitTimes(STATED_S).measured(SwitchTimes(SLOW, 0.0, -0.1, 0.0))

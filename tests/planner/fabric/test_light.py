@@ -95,5 +95,5 @@ def test_invalid_cross_connects_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"shorter|longer"):
         interfaces_at(site, {tor: ["swp1"]})
     switch = OcsId(fibres_of(site, tor)[0][0])
-    with pytest.raises(ValueError, match="must not be shared"):
+    with pytest.raises(ValueError, match="must not share ports"):
         links_up(site, [port_pair(switch, 1, 2), port_pair(switch, 2, 3)], named(site))

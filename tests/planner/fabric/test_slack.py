@@ -373,7 +373,7 @@ def test_summaries_of_ranks_add_up() -> None:
     assert both.ranks == (4, 4)
     for op, histogram in both.histograms.items():
         assert histogram.total == one.histograms[op].total + other.histograms[op].total
-    with pytest.raises(ValueError, match="must be >= 1, got 0"):
+    with pytest.raises(ValueError, match="at least one summary is required, got 0"):
         merged([])
 
 

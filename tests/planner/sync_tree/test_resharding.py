@@ -311,7 +311,7 @@ def _elements(shapes: dict[str, tuple[int, ...]], boxes: Any) -> dict[tuple[int,
 
 
 def test_missing_elements_are_rejected() -> None:
-    with pytest.raises(ValueError, match=r"w: no endpoint has \(\(2, 4\),\)"):
+    with pytest.raises(ValueError, match=r"w: no endpoint holds box \(\(2, 4\),\)"):
         reshard_boxes({"w": ((4,), 2)}, {0: {"w": [((0, 2),)]}}, {1: {"w": [((0, 4),)]}})
 
 
@@ -409,8 +409,8 @@ def test_parameter_names_map_to_megatron() -> None:
     [
         (lambda: EngineLayout((1, 2), tp=4), "need 4 endpoints, got 2"),
         (lambda: EngineLayout((1, 1), tp=2), "a different endpoint"),
-        (lambda: EngineLayout((1, 2), pp=2), "stage_of_layer must be given"),
-        (lambda: TrainerLayout((1, 2), tp=2, ep=3), "a stage's 2 ranks must be a multiple of EP x expert TP, 3"),
+        (lambda: EngineLayout((1, 2), pp=2), "stage_of_layer must be set"),
+        (lambda: TrainerLayout((1, 2), tp=2, ep=3), "a multiple of EP x expert TP .3., got 2"),
         (lambda: megatron_stages(7, 2), "7 layers cannot be divided by 2 stages"),
         (lambda: reshard(QWEN3_32B.parameters(), TrainerLayout((0,)), engines(1, 1, 3)), "cannot be divided by TP 3"),
         (lambda: Parameter("w", (4, 0), 2, ParameterSplit(0), 1), "w: every axis must be >= 1"),

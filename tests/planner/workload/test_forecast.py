@@ -334,7 +334,7 @@ def test_tag_counts_of_earlier_steps_are_used_at_the_start() -> None:
 
 
 def test_forecast_with_other_bins_is_rejected() -> None:
-    with pytest.raises(ValueError, match="before must have 100 bins of 10 tokens, got 3 of 10"):
+    with pytest.raises(ValueError, match="before must have 100 bins of 10 tokens, got 3 bins of 10 tokens"):
         conditional_lengths([], [], (), BIN, 1000, before([1.0, 1.0, 1.0], 10.0))
     assert forecast([], (), BIN, 1000).remaining_at(0.5).tolist() == []
 

@@ -114,7 +114,7 @@ def test_short_histories_fall_back_with_a_reason() -> None:
     )
     told = expected(folded(*counts[:3]))
     assert told.method == "ewma"
-    assert "at least 10 steps are required, got 3" in told.why
+    assert "a forecast requires at least 10 steps, got 3" in told.why
     assert not told.components
     assert "arima" in folded(*counts).forecasts
     assert [error.method for error in told.backtest] == ["ewma", "last_step"]
@@ -133,9 +133,11 @@ def test_failed_fit_raises_with_a_reason() -> None:
         choose_order(np.ones(20))
     with pytest.raises(NotForecast, match="must be finite and > 0, got nan"):
         choose_order(np.array([1.0, np.nan] * 10))
-    with pytest.raises(NotForecast, match="order \\(0, 1, 1\\): 4 values are too few for 2 parameters; order"):
+    with pytest.raises(
+        NotForecast, match=r"order \(0, 1, 1\): a model of 2 parameters requires at least .* values, got 4; order"
+    ):
         choose_order(np.array([1.0, 2.0, 0.0, 1.0]))
-    with pytest.raises(NotForecast, match="at least 10 steps are required, got 9"):
+    with pytest.raises(NotForecast, match="a forecast requires at least 10 steps, got 9"):
         fit_components(np.tile(FLAT, (9, 1)), 100.0)
 
 
@@ -216,7 +218,7 @@ def test_backtest_needs_several_steps_before_it_chooses() -> None:
 
 
 def test_mismatched_step_is_rejected_and_empty_step_changes_nothing() -> None:
-    with pytest.raises(ValueError, match="step must have 8 bins of 10 tokens, got 8 of 20"):
+    with pytest.raises(ValueError, match="step must have 8 bins of 10 tokens, got 8 bins of 20 tokens"):
         EMPTY.fold(StepStatistics(20, LengthCounts((0.0,) * BINS, (0.0,) * (BINS + 1))))
     with pytest.raises(ValueError, match="outlived must have 3 entries, got 2"):
         LengthCounts((1.0, 0.0), (0.0, 0.0))

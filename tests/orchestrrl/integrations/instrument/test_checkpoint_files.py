@@ -112,10 +112,10 @@ def test_file_that_is_not_safetensors_is_refused(content: bytes, tmp_path: Path)
 def test_duplicate_names_and_broken_indexes_are_refused(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "one.safetensors")
     save_file(TENSORS, tmp_path / "two.safetensors")
-    with pytest.raises(BrokenCheckpoint, match="and so does one"):
+    with pytest.raises(BrokenCheckpoint, match="is also in one"):
         read_checkpoint(tmp_path)
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a.weight": "three.safetensors"}}))
-    with pytest.raises(BrokenCheckpoint, match="cannot be read"):
+    with pytest.raises(BrokenCheckpoint, match="cannot read "):
         read_checkpoint(tmp_path)
     (tmp_path / INDEX_FILE).write_text("[]")
     with pytest.raises(BrokenCheckpoint, match="not a valid index"):

@@ -105,17 +105,17 @@ def test_entry_is_valid_only_for_its_weights_blocks_ranks_and_layout(tmp_path: P
     store = KvEntryStore(tmp_path, ranks=1)
     what = contents(7)
     save(store, "e", what)
-    with pytest.raises(UnusableEntry, match="belongs to weights 'v1', expected 'v2'"):
+    with pytest.raises(UnusableEntry, match="computed with weights 'v1', expected 'v2'"):
         store.lookup("e", "v2", 4)
-    with pytest.raises(UnusableEntry, match="blocks have 4 tokens, expected 8"):
+    with pytest.raises(UnusableEntry, match="blocks of the KV entry have 4 tokens, expected 8"):
         store.lookup("e", "v1", 8)
-    with pytest.raises(UnusableEntry, match="another number of ranks"):
+    with pytest.raises(UnusableEntry, match="an engine with 2 ranks, got a file named 0-of-1"):
         KvEntryStore(tmp_path, ranks=2).lookup("e", "v1", 4)
     with pytest.raises(UnusableEntry, match="was replaced"):
         load(store, "e", contents(6), range(1))
     with pytest.raises(UnusableEntry, match="saved 'second', own 'packed'"):
         store.read("e", 0, what.identity, KvBlockLayout(("first", "packed"), (6, 10)), range(1), [])
-    with pytest.raises(UnusableEntry, match="it has 2 blocks, but 3 were requested"):
+    with pytest.raises(UnusableEntry, match="the KV entry has 2 blocks, but 3 were requested"):
         load(store, "e", what, range(3))
 
 
@@ -129,7 +129,7 @@ def test_entry_is_complete_when_all_ranks_have_written(tmp_path: Path) -> None:
     assert store.lookup("e", "v1", 4) == what
     assert load(store, "e", what, range(2), rank=1) == second
     save(store, "e", contents(8, ranks=2), rank=1)
-    with pytest.raises(UnusableEntry, match="of its ranks do not match"):
+    with pytest.raises(UnusableEntry, match="ranks 0 and 1 are from different KV entries"):
         store.lookup("e", "v1", 4)
 
 

@@ -302,7 +302,7 @@ def test_repair_plan_reports_ranges_that_no_peer_has() -> None:
     fleet = plan_sync(3, [staged(0, source)], [source, one, other], network([source, one, other]), SETTINGS)
     shard = fleet.map.shards[0]
     held = {each.id: HeldVersion(3, (shard.id,), {shard.id: ((10, 5),)}) for each in (one, other)}
-    with pytest.raises(Unreachable, match=f"no attached peer has {shard.id} from byte 10 to 15"):
+    with pytest.raises(Unreachable, match=f"no attached peer has these bytes: {shard.id} from byte 10 to 15"):
         plan_repair(fleet.map, [one.id], [one, other], network([one, other]), SETTINGS, held=held)
 
 
@@ -320,7 +320,7 @@ def test_plan_reports_all_faults_at_once() -> None:
 def test_plan_reports_bytes_that_no_trainer_has() -> None:
     source, one = trainer(0), peer("a")
     half = staged(0, source, {"model.norm.weight": (((0, 4),),)})
-    with pytest.raises(ProblemFaults, match=r"tensors.model.norm.weight: no endpoint has \(\(4, 8\),\)"):
+    with pytest.raises(ProblemFaults, match=r"tensors.model.norm.weight: no endpoint holds box \(\(4, 8\),\)"):
         plan_sync(3, [half], [source, one], network([source, one]), SETTINGS)
 
 

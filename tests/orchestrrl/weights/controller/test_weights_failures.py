@@ -590,11 +590,11 @@ def test_repeated_publication_returns_the_same_sync_and_other_content_is_rejecte
         await first(harness)
         two = harness.publish(2, began_s=START_S)
         assert harness.publish(2, began_s=START_S + 1) == two
-        with pytest.raises(Permanent, match="being synced with other content"):
+        with pytest.raises(Permanent, match="already syncs version 2 with other content"):
             harness.publish(2, run="another start")
         await harness.report(two)
         assert harness.publish(2) == two
-        with pytest.raises(Permanent, match="is committed with other content"):
+        with pytest.raises(Permanent, match="is already committed with other content"):
             harness.publish(2, run="another start")
         assert (await harness.report(harness.publish(1, run="back to a checkpoint"))).state is SyncState.DONE
         harness.check_one_version(1)

@@ -49,7 +49,7 @@ def test_dtype_without_numpy_equivalent_is_staged(tmp_path: Path) -> None:
     read = tensors_in(tmp_path / "v1" / "part-0.safetensors")
     assert np.array_equal(read["b"], halves)
     assert np.array_equal(read["f"], eighths)
-    with pytest.raises(Permanent, match="cannot be copied from float32"):
+    with pytest.raises(Permanent, match="values of dtype float32 cannot be copied as BF16"):
         stage(tmp_path, 1, 0, 1, [piece("b", np.zeros(2, np.float32), dtype="BF16")], ArrayCopies())
 
 
@@ -142,7 +142,7 @@ def test_space_lost_while_staging_is_reported(tmp_path: Path, monkeypatch: pytes
 
 def test_unwritable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(Permanent, match="configure a folder that trainer and peer share"):
+    with pytest.raises(Permanent, match="configure a folder that the trainer and its peer share"):
         stage(tmp_path / "file", 1, 0, 1, [piece("w", np.zeros(3))], ArrayCopies())
 
 

@@ -1,8 +1,8 @@
-"""Store communication periods: their intents by job and name, and their outcomes. Both are journalled, so that they
-survive a restart.
+"""Store the intents and the outcomes of communication periods. Both are journalled, so that they survive a restart.
 
-Trainers announce many periods per minute. If a period changes nothing and ends like the previous period of the same
-name, it is only counted. The count is journalled with the next report that differs.
+Trainers announce many periods per minute. A period that changes no circuits is only counted if a period of the same job
+and name was journalled with the same outcome less than 10 seconds earlier. The count is part of the next entry that is
+journalled for this job and name.
 """
 
 import logging
@@ -28,7 +28,7 @@ _Key = tuple[str, str]  # two jobs may use the same period names
 
 
 class PeriodBook:
-    """The recorded periods. Construction recovers them from the journal."""
+    """The announced intents and the reports of ended periods. Construction recovers them from the journal."""
 
     def __init__(self, journal: Journal) -> None:
         self.over: deque[PeriodReport] = deque(maxlen=REMEMBERED)
@@ -48,7 +48,7 @@ class PeriodBook:
                 self.over.append(report)
 
     def record(self, intent: Intent, now_s: float) -> None:
-        """Store the intent under its job and name. Raises Permanent if it cannot be journalled."""
+        """Store the intent under its job and period name. Raises Permanent if the intent cannot be journalled."""
         written = self._written.get(_key(intent))
         last = self._journal.last_sequence
         if self._intents.get(_key(intent)) != intent or written is None or last - written >= WRITTEN_AGAIN_AFTER:
@@ -58,8 +58,8 @@ class PeriodBook:
 
     def intent(self, period: str, job: str = "") -> Intent:
         """Return the last intent that the job announced for this period. If there is none, return the intent that was
-        announced for the period without a job. If that is also missing and `job` is empty, return the intent of the
-        only job that announced the period. Raises Permanent if no intent or several intents match."""
+        announced for the period without a job. If that intent is also missing and `job` is empty, return the intent of
+        the only job that announced the period. Raises Permanent if no intent or several intents match."""
         found = self._found(period, job)
         if len(found) > 1:
             listing = ", ".join(sorted(repr(each.job) for each in found))
@@ -73,7 +73,7 @@ class PeriodBook:
         return found[0]
 
     def get(self, period: str, job: str) -> Intent | None:
-        """Return the same intent as `intent`, or None if no intent or several intents match."""
+        """Return the intent that the method `intent` returns, or None if no intent or several intents match."""
         found = self._found(period, job)
         return found[0] if len(found) == 1 else None
 

@@ -1,9 +1,9 @@
 """Queue announced periods, and decide which period may change circuits and which periods must wait.
 
-Each job has at most one waiting period for training and weight syncs, and one for generation: a newer period supersedes
-the waiting one. Periods of several jobs wait for their windows at the same time, but only one period changes circuits
-at a time. A period during which the caller pauses (a boundary) runs first and alone. Periods that wait for a window are
-deferred until the boundary is over.
+Each job has at most one waiting period for training and weight syncs, and one for generation. A newer period supersedes
+the waiting period. Periods of several jobs wait for their windows at the same time, but only one period changes
+circuits at a time. A period during which the caller pauses (a boundary) runs first and alone. Periods that wait for a
+window are deferred until the boundary is over.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ def lane_of(intent: Intent) -> Lane:
 
 @dataclass(eq=False)
 class AnnouncedPeriod:
-    """A period that was announced. `stop` is the reason why the period must not continue, if there is one. `woken` is
-    set when the period's task must check its conditions again. `begun` is set when the first change of circuits for the
-    period begins."""
+    """An announced period. `boundary` is True if the caller pauses during the period. `stop` is the reason why the
+    period must not continue, if there is one. `woken` is set when the period's task must check its conditions again.
+    `begun` is set when the first change of circuits for the period begins."""
 
     intent: Intent
     deadline_s: float
@@ -51,8 +51,7 @@ class AnnouncedPeriod:
 
     async def follow(self) -> AsyncIterator[PeriodReport]:
         """Yield the current report of the period, then a new report after each change. The iteration ends after the
-        report that the period is over.
-        """
+        first report in which the period is over."""
         seen: PeriodReport | None = None
         while seen is None or not seen.over:
             if self.report == seen:
@@ -64,7 +63,8 @@ class AnnouncedPeriod:
 
 
 class PeriodQueue:
-    """The waiting periods, at most one per lane (job and kind of traffic). Boundaries have precedence."""
+    """The waiting periods, at most one per lane (job and kind of traffic). Boundaries, during which the caller pauses,
+    have precedence over other periods."""
 
     def __init__(self) -> None:
         self.news = asyncio.Event()
@@ -78,7 +78,8 @@ class PeriodQueue:
         return any(period.boundary for period in self._waiting)
 
     def put(self, period: AnnouncedPeriod) -> AnnouncedPeriod | None:
-        """Add a period. Return the waiting period that it supersedes, which is removed, or None."""
+        """Add a period. If another period of the same lane is waiting, remove and return that period; otherwise, return
+        None."""
         before = next((each for each in self._waiting if each.lane == period.lane), None)
         if before is not None:
             self._waiting.remove(before)
@@ -96,15 +97,15 @@ class PeriodQueue:
         return True
 
     def remove(self, period: AnnouncedPeriod) -> bool:
-        """Remove a period and return whether it was waiting."""
+        """Remove a period from the queue and return True. If the period is not waiting, do nothing and return False."""
         if period not in self._waiting:
             return False
         self._waiting.remove(period)
         return True
 
     def take(self, active: Collection[AnnouncedPeriod]) -> AnnouncedPeriod | None:
-        """Remove and return the next period that may run concurrently with the periods in `active`, or None if there is
-        none."""
+        """Remove and return the next period that may run concurrently with the periods in `active`. Return None if
+        there is no such period."""
         if self.urgent:
             chosen = None if active else next(each for each in self._waiting if each.boundary)
         elif any(each.boundary for each in active):
@@ -137,7 +138,8 @@ class CircuitTurn:
         by.begun.set()
 
     def end(self, by: AnnouncedPeriod) -> bool:
-        """End the turn of the period `by` and return True. Return False if it is not that period's turn."""
+        """End the turn of the period `by` and return True. If it is not the turn of `by`, do nothing and return
+        False."""
         if self.by is not by:
             return False
         self.by = None
@@ -145,11 +147,11 @@ class CircuitTurn:
         return True
 
     def as_at(self, changes: int) -> bool:
-        """Return whether no change is under way and the number of changes is still `changes`."""
+        """Return whether no change of circuits is in progress and the number of changes is still `changes`."""
         return self.by is None and self.changes == changes
 
     async def at_rest(self) -> int:
-        """Wait until no change is under way. Return the number of changes that have begun so far."""
+        """Wait until no change of circuits is in progress. Return the number of changes that have begun so far."""
         while self.by is not None:
             await self._at_rest.wait()
         return self.changes

@@ -1,4 +1,5 @@
-"""Data types that describe communication periods: their states, the outcome of each stage, and the reasons."""
+"""Data types that describe communication periods: their states, the commits of their stages, and operators'
+constraints."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -25,8 +26,9 @@ OVER = frozenset({PeriodState.COMMITTED, PeriodState.KEPT, PeriodState.SUPERSEDE
 
 @dataclass(frozen=True, slots=True)
 class CommitReport:
-    """A report on the commit of one stage of a transition. Times are seconds since the Unix epoch. The fields that
-    begin with `window_` are None if no window was needed."""
+    """A report on the commit of one stage of a transition. `needed_s` is the predicted duration of the commit in
+    seconds. The other times are seconds since the Unix epoch. The fields that begin with `window_` are None if no
+    window was needed."""
 
     window_opened_s: float | None
     window_until_s: float | None
@@ -43,7 +45,8 @@ class CommitReport:
 
 @dataclass(frozen=True, slots=True)
 class PeriodReport:
-    """The state of one period. `code` is a stable identifier of the reason, and `detail` is a text for operators.
+    """The state of one period. `code` is a stable identifier of the reason for the state, and `detail` is a text for
+    operators. `completion_s` is the planned time, in seconds, to carry the period's traffic.
 
     | state | codes |
     |---|---|
@@ -55,7 +58,7 @@ class PeriodReport:
     | kept, after retries | overtaken (by other changes), switch_refused, not_drained, window_passed (while draining) |
     | failed | switch_failed, not_recorded (the journal), internal |
 
-    A kept or failed period has changed circuits if `stages_done` > 0 or some of its `commits` are not done.
+    A kept or failed period may have changed circuits if `stages_done` > 0 or some of its `commits` are not done.
     """
 
     id: str
@@ -90,7 +93,8 @@ class OverrideState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FabricControl:
-    """An operator's constraint on circuits. In state PINNED without cross-connects, all circuits are pinned."""
+    """An operator's constraint on circuits. If `state` is PINNED and `cross_connects` is empty, all circuits are
+    pinned."""
 
     state: OverrideState = OverrideState.FREE
     cross_connects: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """Draw a site. Switches are horizontal lines and endpoints are vertical lines. A disc where two lines cross shows the
 number of fibres between the switch and the endpoint.
 
-PoDs are placed next to each other below the core. The same site always yields an identical file.
+PoDs are placed next to each other below the core. The same site always yields an identical picture.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -43,8 +43,8 @@ def site_figure(site: Site) -> "Figure":
 
 
 def _draw_layer(axis: "Axes", layer: SiteLayer, rows: int) -> None:
-    """Draw one layer. `rows` is the height of the layer in rows. There is one row for each switch, and one for the
-    upper ends of uplinks."""
+    """Draw one layer in an area with a height of `rows` rows. Each switch occupies one row, and the upper ends of
+    uplinks occupy another row."""
     colour, last = COLOURS[layer.role], len(layer.columns) - 0.5
     text: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
     box = {"facecolor": "white", "edgecolor": colour}
@@ -82,7 +82,7 @@ def _end_text(column: SwitchColumn) -> str:
 
 
 def _short(column: SwitchColumn) -> str:
-    """Return a label that is short enough to fit below a column."""
+    """Return a label for a column that fits into the column's width."""
     if column.count > 1:
         return f"{column.count} ToRs" if not column.uplink else f"{column.count} up"
     return literal(column.label if len(column.label) <= LETTERS else f"…{column.label[-6:]}")

@@ -1,13 +1,13 @@
 """Move packets off circuits before the caller changes the switches (drain), then wait for light and route over the new
 circuits.
 
-    await rerouting.drain(going)      # raises NotDrained: then the circuits must stay
+    await rerouting.drain(going)     # if this raises NotDrained, the circuits must stay
     ...                              # the switches are changed
-    await rerouting.reroute(usable)     # all circuits that are up, or about to be
+    await rerouting.reroute(usable)  # all circuits that are up or coming up
 
-Routes are read from the routers each time and never cached, so that after a restart or an unknown outcome, the next
-call starts from their actual state. Routers are changed stage by stage, in the order of `planner/fabric/route_plan.py`,
-and read back after each stage. If a router fails, the routers whose new routes depend on it keep their old routes.
+Routes are read from the routers each time. After a restart or an unknown outcome, the next call therefore starts from
+the actual routes. Routers are changed stage by stage, in the order of `planner/fabric/route_plan.py`, and read back
+after each stage. If a router fails, the routers whose new routes depend on it keep their old routes.
 """
 
 import asyncio
@@ -47,7 +47,8 @@ class NotDrained(Retryable):
 
 @dataclass(frozen=True, slots=True)
 class RoutedCircuits:
-    """The current routing. `left_out` maps each circuit that packets do not use to the reason."""
+    """The current routing of packets over circuits. `left_out` maps each circuit that packets do not use to the reason.
+    `on_packet_side` lists the (from, to) pairs of routers whose packets take the packet side at the first hop."""
 
     at_s: float
     links: tuple[RoutedLink, ...]
@@ -66,7 +67,8 @@ class RoutedCircuits:
 
 @dataclass
 class _Moved:
-    """The progress of a change of routing tables: the routers that failed, and those that could not be read."""
+    """The progress of a change of routing tables. `failed` maps each router that failed to the reason. `unread`
+    contains the routers whose current table is unknown."""
 
     plan: pure.ReroutingPlan
     failed: dict[EndpointId, str] = field(default_factory=dict)
@@ -99,8 +101,8 @@ class Rerouting:
         self._tables: dict[EndpointId, RouteTable] = {}  # as last read; for an unreachable router, as last known
 
     async def drain(self, going: Collection[RoutedLink]) -> RoutedCircuits:
-        """Move packets off circuits that are about to go down. Raises NotDrained if a router uses or may use such a
-        circuit, and Permanent if `reroute` has not been called yet."""
+        """Move packets off circuits that are about to go down, and return the new routing. Raises NotDrained if a
+        router uses or may use one of these circuits, and Permanent if `reroute` has not been called yet."""
         if self.routed is None:
             raise Permanent("cannot drain before the circuits are known; call `reroute` first")
         left = frozenset(self.routed.links).difference(going)
@@ -115,8 +117,9 @@ class Rerouting:
         return drained
 
     async def reroute(self, usable: Iterable[RoutedLink]) -> RoutedCircuits:
-        """Route over these circuits, except circuits that get no light within the time limit or whose far end does not
-        answer. Raises ValueError, before any router is changed, if the circuits do not fit the domain."""
+        """Route packets over these circuits, and return the new routing. Circuits that get no light within the time
+        limit, or whose far end does not answer, are left out. Raises ValueError, before any router is changed, if the
+        circuits do not fit the routing domain."""
         usable = frozenset(usable)
         await self._offload(lambda: self.prepare(usable))  # raises ValueError before any router changes
         left_out = dict(sorted((await self._dark_ones(usable)).items()))
@@ -126,7 +129,8 @@ class Rerouting:
         return rerouted
 
     def leave_out(self, circuits: Mapping[RoutedLink, str]) -> RoutedCircuits:
-        """Record the circuits that packets do not use now, each with the reason. Changes no router."""
+        """Record the circuits that packets do not use now, each with the reason, and return the updated routing. No
+        router is changed."""
         assert self.routed is not None
         self.routed = replace(self.routed, left_out=circuits)
         return self.routed
@@ -146,14 +150,14 @@ class Rerouting:
             await router.close()
 
     async def dark(self, links: Collection[RoutedLink]) -> dict[RoutedLink, str]:
-        """Return the links without light now, each with the reason. Links whose routers do not report are not
+        """Return the links that have no light now, each with the reason. Links whose routers do not report are not
         included."""
         seen = await self._up(links, 0.0)
         return {link: why for link, why in seen.items() if not isinstance(why, OrchestrRLError)}
 
     async def signals(self) -> tuple[frozenset[tuple[EndpointId, str]], dict[EndpointId, str]]:
-        """Return the interfaces that have a signal, as (router, interface), and the reason for each router that does
-        not report."""
+        """Return the interfaces that have a signal, as (router, interface) pairs, and the routers that do not report,
+        each with the reason."""
         reported = await self._each({name: router.links() for name, router in self._routers.items()})
         up: set[tuple[EndpointId, str]] = set()
         silent: dict[EndpointId, str] = {}
@@ -167,8 +171,8 @@ class Rerouting:
     async def answering_routers(
         self, requested: Mapping[tuple[EndpointId, str], Collection[EndpointId]]
     ) -> dict[tuple[EndpointId, str], frozenset[EndpointId]]:
-        """Return, for each (router, interface), the requested routers that answer on this interface. Interfaces on
-        which no router answers are absent."""
+        """Return, for each (router, interface) pair, which of its requested routers answer on this interface.
+        Interfaces on which no router answers are absent."""
         hops: dict[EndpointId, dict[NextHop, tuple[str, EndpointId]]] = {}
         for (name, interface), others in requested.items():
             for other in others:
@@ -184,8 +188,8 @@ class Rerouting:
         return {end: frozenset(some) for end, some in answering.items()}
 
     async def _dark_ones(self, links: Collection[RoutedLink]) -> dict[RoutedLink, str]:
-        """Wait until new circuits have light, up to the time limit. Return the circuits that cannot carry packets, each
-        with the reason."""
+        """Wait, up to the time limit, until new circuits have light. Return the circuits that cannot carry packets,
+        each with the reason."""
         old = set(links).intersection(self.routed.links if self.routed else ())
         new = set(links) - old
         dark = await self.dark(old)  # circuits that carry packets stay in use if their routers do not report
@@ -228,12 +232,13 @@ class Rerouting:
     async def _find(
         self, hops: Mapping[EndpointId, Collection[NextHop]]
     ) -> dict[EndpointId, frozenset[NextHop] | OrchestrRLError]:
-        """Return, by router, the next hops that answer, or the error of a router that failed."""
+        """Return, for each router, the next hops that answer, or the router's error if it failed."""
         within_s = self._settings.neighbour_s
         return await self._each({name: self._routers[name].find(tuple(some), within_s) for name, some in hops.items()})
 
     async def _move(self, plan: pure.ReroutingPlan) -> _Moved:
-        """Change every router's table to that of the plan, in an order in which every packet always has a route."""
+        """Change every router's table to the table in the plan, and return the progress. The order of the changes
+        ensures that every packet always has a route."""
         moved = _Moved(plan)
         await self._read_all(moved)
         want = {}
@@ -249,8 +254,8 @@ class Rerouting:
     async def _carry_out(
         self, stages: Iterable[pure.RouteStage], moved: _Moved, stuck: set[tuple[EndpointId, str]]
     ) -> bool:
-        """Apply the stages and return True. Return False as soon as a router fails; the remaining changes must then be
-        planned again without that router."""
+        """Apply the stages and return True. If a router fails, return False at once. The remaining changes must then be
+        planned again without the routes that could not be changed."""
         for stage in stages:
             results = await self._each({name: self._routers[name].apply(some) for name, some in stage.items()})
             known = len(stuck)
@@ -263,8 +268,8 @@ class Rerouting:
     def _note(
         self, name: EndpointId, order: tuple[RouteChange, ...], applied: AppliedRoutes | OrchestrRLError, moved: _Moved
     ) -> set[tuple[EndpointId, str]]:
-        """Record the routes that a router has changed, and return the (router, prefix) pairs that it has not
-        changed."""
+        """Record the routes that a router has changed. Return the (router, prefix) pairs of the routes that it failed
+        to change."""
         if isinstance(applied, OrchestrRLError):
             moved.failed[name] = str(applied)
             if not isinstance(applied, Permanent | Retryable):

@@ -9,8 +9,8 @@ from planner.fabric.topology import Site
 
 
 def neighbours(site: Site, intent: Intent, others: Iterable[Intent]) -> frozenset[str]:
-    """Return the jobs, among the intents in `others`, that have ranks in PoDs whose circuits the intent may change. The
-    intent's own job is not included."""
+    """Return the jobs of those intents in `others` that have ranks in PoDs whose circuits `intent` may change. The job
+    of `intent` is not included."""
     pods = _touched(site, intent)
     return frozenset(
         other.job for other in others if other.job != intent.job and not pods.isdisjoint(_pods(site, other))
@@ -20,9 +20,12 @@ def neighbours(site: Site, intent: Intent, others: Iterable[Intent]) -> frozense
 def unannounced(
     site: Site, intent: Intent, announced: Collection[str], traced: Mapping[str, Collection[str]]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Return two sets of traced jobs that never announced their training. The first set contains the jobs that have
-    hosts in PoDs whose circuits the intent may change. The second set contains the remaining jobs that have a host that
-    is not a server of the site, because the circuits of these jobs are unknown. `traced` maps each job to its hosts."""
+    """Return two sets of traced jobs that never announced their training. `announced` contains the jobs that announced
+    theirs, and `traced` maps each traced job to its hosts. The job of `intent` is in neither set.
+
+    The first set contains the jobs that have hosts in PoDs whose circuits `intent` may change. The second set contains
+    the remaining jobs with a host that is not a server of the site, because the circuits of these jobs are unknown.
+    """
     touched = _touched(site, intent)
     pod_of = {str(server.id): server.pod for server in site.servers}
     silent = {job: hosts for job, hosts in traced.items() if job != intent.job and job not in announced}

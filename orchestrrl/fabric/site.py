@@ -1,7 +1,8 @@
 """Read and write the description of a site as one YAML file. Reading reports all faults at once.
 `planner/fabric/topology.py` defines the meaning of the description.
 
-Faults are reported with path and value. A fault that is only a consequence of an unreadable part is not reported.
+Each fault is reported with its path and the invalid value. A fault that is only a consequence of an unreadable part is
+not reported.
 """
 
 import math
@@ -140,8 +141,8 @@ def _misplaced(parts: SiteParts, switch: SwitchPart, endpoint: str) -> str | Non
 
 
 def _unfibred(parts: SiteParts) -> Iterator[str]:
-    """Yield a fault for each ToR or uplink that no circuit can reach, and for each uplink with different numbers of
-    fibres in its PoD and to the core."""
+    """Yield a fault for each ToR or uplink that no circuit can reach. Also yield a fault for each uplink that has
+    different numbers of fibres in its PoD and to the core."""
     if "switches" in parts.broken:
         return
     inside, core = _fibres(parts, Tier.AGG), _fibres(parts, Tier.CORE)
@@ -225,7 +226,8 @@ def _reserved(parts: SiteParts) -> Iterator[str]:
 
 
 def _unpaired(parts: SiteParts, together: dict[tuple[str, str], Counter[str]]) -> Iterator[str]:
-    """Yield a fault for each group of reserved ports that cannot all be connected in pairs on their switch."""
+    """Yield a fault for each group of reserved ports that cannot all be connected in pairs on their switch. `together`
+    maps each group, identified by purpose and switch, to the number of ports of each PoD."""
     role = {pod.id: pod.role for pod in parts.pods.values()}
     for (purpose, switch), ports in together.items():
         place = next(at for at, kept in parts.reserved.items() if (kept.purpose, kept.switch) == (purpose, switch))
@@ -286,7 +288,7 @@ def _site(part: SitePart) -> Site:
 
 
 def site_document(site: Site) -> dict[str, Any]:
-    """Return the site as mappings, lists and plain values, with the structure of the file."""
+    """Return the site as mappings, lists and plain values, in the structure of a site's file."""
     own = {each.device.name: each.device for each in site.switches if DEVICES.get(each.device.name) != each.device}
     document: dict[str, Any] = {
         "link_gbps": _number(site.link_gbps),
@@ -314,14 +316,15 @@ def site_document(site: Site) -> dict[str, Any]:
 
 
 def _part(value: Pod | Tor | Uplink | Server | Switch | Reservation, **plain: object) -> dict[str, Any]:
-    """Return the fields of a part that are not None as a mapping. `plain` replaces the values of fields that have
-    another form in the document."""
+    """Return the fields of a part as a mapping, without fields that are None. `plain` replaces the values of fields
+    that have another form in the document."""
     own = {field.name: getattr(value, field.name) for field in fields(value)} | plain
     return {name: each for name, each in own.items() if each is not None}
 
 
 def site_text(site: Site) -> str:
-    """Return the YAML that describes the site, one line per part. `parse_site` of this text returns an equal site."""
+    """Return the YAML text that describes the site, with one line per part. `parse_site` of this text returns an equal
+    site."""
     lines: list[str] = []
     for field, value in site_document(site).items():
         if isinstance(value, list):

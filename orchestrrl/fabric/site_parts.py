@@ -17,8 +17,8 @@ _RANGE = re.compile(r"([0-9]{1,8})(?:\s*-\s*([0-9]{1,8}))?")
 
 
 def numbers_in(text: str) -> tuple[int, ...]:
-    """Parse a list of numbers and ranges: `1-4,9` is 1, 2, 3, 4, 9, in the order written. Raises ValueError if the text
-    is malformed or a number is too large."""
+    """Parse a list of numbers and ranges. For example, `1-4,9` yields 1, 2, 3, 4, 9. The order of the text is kept.
+    Raises ValueError if the text is malformed or a number is too large."""
     found: list[int] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
@@ -36,7 +36,8 @@ def numbers_text(numbers: Iterable[int]) -> str:
 
 
 def _numbers(value: object) -> object:
-    """Convert a single number or a text with ranges to a tuple of numbers. Other values are returned unchanged."""
+    """Convert a single number, or a text with numbers and ranges, to a tuple of numbers. Return other values
+    unchanged."""
     if type(value) is int:
         return (value,)
     return numbers_in(value) if isinstance(value, str) else value
@@ -121,8 +122,8 @@ _WITH_IDS = ("pods", "tors", "uplinks", "servers", "switches")
 
 @dataclass(frozen=True)
 class SiteParts:
-    """The readable elements of a document that may have faults. The elements of each list are keyed by their index in
-    the list."""
+    """The readable elements of a site's document that may have faults. The elements of each list are keyed by their
+    index in the list."""
 
     pods: Mapping[int, PodPart]
     tors: Mapping[int, TorPart]
@@ -140,14 +141,14 @@ class SiteParts:
         return {tor.id: tor.pod for tor in self.tors.values()} | {up.id: up.pod for up in self.uplinks.values()}
 
     def exists(self, kind: str, name: str) -> bool:
-        """Return whether an element of this kind has the given name. Also return True if elements of the kind are
+        """Return whether an element of this kind has the given name. Also return True if some elements of the kind are
         unreadable, because one of them may have the name."""
         return name in self.ids[kind] or kind in self.broken
 
 
 def read_parts(document: object) -> tuple[SitePart | None, SiteParts, list[str]]:
-    """Parse a document. Returns the whole document (None if a value has a fault), the readable parts of the document,
-    and the faults."""
+    """Parse a site's document. Return the whole document (None if a value has a fault), its readable parts, and the
+    faults."""
     try:
         site = SitePart.model_validate(document)
     except ValidationError as error:

@@ -1,7 +1,8 @@
-"""Commit one stage of a transition: prepare its changes, then send them as soon as a window opens that is long enough.
+"""Commit one stage of a transition: prepare its changes, then send them as soon as a sufficiently long window opens.
 
-Between the opening of the window and the command there is no journal write, no thread switch and no device query,
-except the driver's own check that the switch has not changed since the stage was planned.
+If packets are rerouted, they are moved off the old circuits after the window has opened. Otherwise, there is no journal
+write, no thread switch and no device query between the opening of the window and the commands to the switches. The only
+exception is the driver's own check that the switch has not changed since the stage was planned.
 """
 
 import asyncio
@@ -38,7 +39,8 @@ PUT_OFF = Hold("put_off", "a caller is paused for another period, which goes fir
 @dataclass(frozen=True, slots=True)
 class StageFailed:
     """The outcome of a stage that was not carried out completely. The caller must read the switches and plan the period
-    again. `report` describes the commands that were sent; it is None if no command was sent."""
+    again. `report` describes the commands that were sent; it is None if no command was sent. `suspects` contains the
+    ports that may be defective."""
 
     code: str
     detail: str
@@ -53,10 +55,11 @@ class StageFailed:
 
 @dataclass(frozen=True, slots=True)
 class StageOrder:
-    """An order to commit one stage. `intent` is the intent for which the period was planned. `usable` are the site's
-    circuits that are up before the stage. `others` are other jobs that send over the same PoDs and must also pause.
-    `objection` is called immediately before the commit, and returns a reason not to commit, or None. `begins` is called
-    when the commit begins. `waiting` is called with the reason for waiting whenever that reason changes."""
+    """An order to commit one stage. `intent` is the intent for which the period was planned. `usable` contains the
+    site's circuits that are up before the stage. `others` contains other jobs that send over the same PoDs and must
+    also pause. `objection` is called immediately before the commit, and returns a reason not to commit, or None if
+    there is no objection. `begins` is called when the commit begins. `waiting` is called with the reason for waiting
+    whenever that reason changes."""
 
     stage: TransitionStage
     intent: Intent
@@ -84,8 +87,9 @@ class StageCommitter:
     routing: FabricRouting | None
 
     async def carry_out(self, order: StageOrder) -> CommitReport | Hold | StageFailed:
-        """Commit the stage in one window and return a report. Return a Hold if no suitable window opened, and
-        StageFailed if the commit failed. Raises OrchestrRLError if the journal cannot be written."""
+        """Commit the stage in one window and return a report. Return a Hold if no suitable window opened or the commit
+        was not allowed, and StageFailed if the preparation or the commit failed. Raises OrchestrRLError if the journal
+        cannot be written."""
         need = self._need(order.stage)
         watch = self._watch(order, need)  # first, so that agents have reported by the time everything is prepared
         operations: list[CircuitOperation] = []
@@ -141,8 +145,8 @@ class StageCommitter:
         return self.windows.watch(jobs, need.total_s, order.period.woken) if jobs else None
 
     def _boundary(self, order: StageOrder, need: CommitNeed) -> Hold | None:
-        """Return the reason why the stage may not be committed at the boundary, or None if it may. No rank sends while
-        the caller is paused, so no window is needed."""
+        """Return the reason why the stage may not be committed at the boundary, or None if it may be committed. No rank
+        sends while the caller is paused, so no window is needed."""
         now_s = self.clock.now_s()
         verdict = self._verdict(order, None, need, now_s)
         if isinstance(verdict, Hold):
@@ -156,8 +160,8 @@ class StageCommitter:
         return may_commit(order.intent.stage, window, need, now_s, boundary, most_risk)
 
     async def _window(self, order: StageOrder, need: CommitNeed, watch: TrafficWatch) -> Window | Hold:
-        """Wait until a window opens that is long enough, and return it. Return a Hold with the reason if none opens by
-        the deadline or the commit is not allowed any more."""
+        """Wait until a sufficiently long window opens, and return it. Return a Hold with the reason if no such window
+        opens by the deadline or the commit is no longer allowed."""
         alarm = asyncio.ensure_future(self.clock.sleep(max(0.0, order.period.deadline_s - self.clock.now_s())))
         alarm.add_done_callback(lambda _: order.period.woken.set())
         last_hold: Hold | None = None
@@ -249,9 +253,9 @@ class StageCommitter:
     async def _drain(
         self, order: StageOrder, need: CommitNeed, window: Window | None, watch: TrafficWatch | None
     ) -> Window | StageFailed | None:
-        """Move packets off the circuits that the stage removes, and return the window as predicted after draining.
-        Returns StageFailed if routers still use the circuits, or if draining took so long that the window is too short.
-        """
+        """Move packets off the circuits that the stage removes, and return the window as predicted after draining (None
+        if no window is needed). Return StageFailed if routers still use the circuits, or if draining took so long that
+        the rest of the window is too short."""
         assert self.routing is not None
         began_s = self.clock.now_s()
         try:
@@ -273,8 +277,8 @@ class StageCommitter:
         return StageFailed("window_passed", "; ".join(filter(None, (detail, back))))
 
     async def _reroute(self, order: StageOrder, done: bool) -> str:
-        """Route over the circuits that are up after the stage, and return the remaining faults. If the stage failed,
-        the switches are read first."""
+        """Route packets over the circuits that are up after the stage. If the stage failed, read the switches first.
+        Return the remaining routing faults as text, which is empty if there are none."""
         if self.routing is None:
             return ""
         stage = order.stage
@@ -320,7 +324,7 @@ class StageCommitter:
 
 
 def _with_last(objection: Hold, last_hold: Hold | None) -> Hold:
-    """Return the objection, with the last reason for waiting appended to its detail."""
+    """Return the objection, with the last reason for waiting, if any, appended to its detail."""
     if last_hold is None:
         return objection
     return replace(objection, detail=f"{objection.detail}; until then: {last_hold.code}: {last_hold.detail}")
@@ -337,5 +341,5 @@ def _failure_text(outcome: _Timed | BaseException) -> str:
 
 
 def _line(error: object) -> str:
-    """Return the text of an error on one line. Drivers list faults on several lines."""
+    """Return the text of an error on one line. Drivers may list several faults, one per line."""
     return ", ".join(str(error).splitlines())

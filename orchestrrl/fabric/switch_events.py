@@ -24,7 +24,7 @@ LONGEST_PAUSE_S = 30.0
 
 class SwitchEvents:
     """Receives the events of every switch whose driver declares events. `on_news` is called with the switch's name
-    after each event; it must not block."""
+    after each event and before each attempt to reconnect. It must not block."""
 
     def __init__(self, switches: Mapping[str, OcsDriver], clock: Clock, on_news: Callable[[str], None]) -> None:
         self._switches = switches
@@ -32,7 +32,7 @@ class SwitchEvents:
         self._on_news = on_news
 
     async def run(self) -> None:
-        """Run until cancelled. Returns at once if no switch declares events."""
+        """Receive events until cancelled. Return at once if no switch declares events."""
         async with asyncio.TaskGroup() as tasks:
             for switch in self._switches:
                 tasks.create_task(self._follow(switch))

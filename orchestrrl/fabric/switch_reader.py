@@ -1,9 +1,8 @@
-"""Read the switches of a site. Device readings are converted to cross-connects of the site, and changes of the site to
-cross-connects of the device.
+"""Read the switches of a site, and convert between cross-connects of the site and cross-connects of the devices.
 
-A port of the site is a duplex pair of fibres. On a device that connects any two ports, it is one device port. On a
-device with an ingress and an egress side, port n is the n-th port of each side, and a cross-connect of the site
-consists of two cross-connects of the device, one per direction.
+A port of the site is a duplex pair of fibres. On a device that connects any two ports, a port of the site is one device
+port. On a device with an ingress and an egress side, port n of the site is the n-th port of each side. A cross-connect
+of the site then consists of two cross-connects of the device, one per direction.
 """
 
 import asyncio
@@ -31,7 +30,7 @@ _Seen = tuple[set[PortPair], set[CrossConnect], set[int], set[PortPair]] | str
 
 
 def device_pairs(facts: SwitchFacts, wanted: PortPair) -> tuple[CrossConnect, ...]:
-    """Return the device's cross-connects that together form this cross-connect of the site."""
+    """Return the device's cross-connects that together form the site's cross-connect `wanted`."""
     if facts.connectivity is Connectivity.ANY_TO_ANY:
         return (facts.normal(CrossConnect(wanted.port_a, wanted.port_b)),)
     offset = _offset(facts)
@@ -48,8 +47,8 @@ def _offset(facts: SwitchFacts) -> int:
 def site_pairs(
     switch: OcsId, facts: SwitchFacts, present: Iterable[CrossConnect]
 ) -> tuple[set[PortPair], set[CrossConnect]]:
-    """Return the site's cross-connects that are up, and the device's cross-connects that do not form a cross-connect of
-    the site, such as one-way cross-connects."""
+    """Convert the device's cross-connects in `present`. Return the site's cross-connects that they form, and the
+    device's cross-connects that do not form a cross-connect of the site, such as one-way cross-connects."""
     present = set(present)
     if facts.connectivity is Connectivity.ANY_TO_ANY:
         return {port_pair(switch, each.ingress_port, each.egress_port) for each in present}, set()
@@ -67,10 +66,10 @@ def site_pairs(
 
 @dataclass(frozen=True, slots=True)
 class SiteReading:
-    """The state of all switches at one instant. `of_site` contains those of the `cross_connects` that join two
-    endpoints of the site. Other cross-connects are not changed, and their ports are treated as failed. `odd` contains
-    the cross-connects that are up in one direction only. Their ports are also treated as failed. `unread` contains the
-    reasons why switches did not answer. The circuits of these switches are unknown. `foreign` contains the
+    """The state of all switches at one instant. `of_site` contains those `cross_connects` that join two endpoints of
+    the site. Other cross-connects are not changed, and their ports are treated as failed. `odd` contains the
+    cross-connects that are up in one direction only. Their ports are also treated as failed. `unread` maps each switch
+    that could not be read to the reason. The circuits of these switches are unknown. `foreign` contains the
     cross-connects in `of_site` that the daemon does not own. Foreign circuits carry packets like other circuits, but
     are not changed."""
 
@@ -97,14 +96,14 @@ class SwitchReader:
         return frozenset(pair for pair in cross_connects if self._site.cabling.ends(pair) is not None)
 
     def device_pairs(self, wanted: PortPair) -> tuple[CrossConnect, ...]:
-        """Return the device's cross-connects that form this cross-connect of the site. The switch must have been read
-        before this call."""
+        """Return the device's cross-connects that together form the site's cross-connect `wanted`. The switch must have
+        been read before this call."""
         return device_pairs(self._facts[wanted.switch], wanted)
 
     async def scan(self) -> SiteReading:
-        """Read all switches. A switch that does not answer within `ANSWER_WITHIN_S` is treated as failed. No circuits
-        are planned on it, and its existing circuits stay. Later scans do not wait for that switch until it has answered
-        or its driver has raised an error."""
+        """Read all switches and return their state. A switch that does not answer within `ANSWER_WITHIN_S` seconds is
+        treated as failed. No circuits are planned on it, and its existing circuits stay. Later scans do not wait for
+        that switch until it has answered or its driver has raised an error."""
         self._silent = {switch: reads for switch, reads in self._silent.items() if not reads.done()}
         reads = {
             switch.id: asyncio.ensure_future(self._read_switch(switch.id))
@@ -145,8 +144,8 @@ class SwitchReader:
         return SiteReading(frozenset(cross_connects), failures, odd, unread, of_site, of_site & foreign)
 
     async def change_of(self, switch: OcsId, remove: Iterable[PortPair], add: Iterable[PortPair]) -> CircuitChange:
-        """Return the part of a change that concerns the switch, as device cross-connects. Raises DriverError if the
-        switch does not answer."""
+        """Convert those cross-connects in `remove` and `add` that are on this switch to a change of device
+        cross-connects. Raises DriverError if the switch does not answer."""
         facts = await self.facts(switch)
         connect, disconnect = (
             tuple(each for pair in sorted(p for p in pairs if p.switch == switch) for each in device_pairs(facts, pair))

@@ -1,6 +1,6 @@
 """Read traces of collectives from recorder rings or files, write them to files, and analyse them.
 
-A file has one JSON object per line, in any order.
+A trace file has one JSON object per line, in any order.
 
     {"rank": 0, "op": "all_reduce", "group": 0, "bytes": 1048576, "start_s": 12.001, "end_s": 12.004, "async": false}
     {"rank": 0, "mark": "backward", "at_s": 12.010}
@@ -70,8 +70,8 @@ TraceEvent = TracedCollective | TracedMark | TracedIteration
 
 
 def read_trace(source: Path) -> list[TraceEvent]:
-    """Return every event of a file, in file order. Raises ProblemFaults if the file cannot be read or has invalid
-    lines; at most `MOST_FAULTS` faults are listed."""
+    """Return every event of a trace file, in file order. Raises ProblemFaults if the file cannot be read or has invalid
+    lines. At most `MOST_FAULTS` faults are listed."""
     try:
         lines = source.read_bytes().splitlines()
     except OSError as error:
@@ -94,7 +94,7 @@ def read_trace(source: Path) -> list[TraceEvent]:
 
 
 def write_trace(events: Iterable[TraceEvent], target: Path) -> None:
-    """Write one line per event, replacing an existing file."""
+    """Write the events to the file `target`, one per line. An existing file is replaced."""
     with target.open("w") as file:
         for event in events:
             file.write(json.dumps(event.model_dump(by_alias=True), allow_nan=False) + "\n")
@@ -127,8 +127,8 @@ def _event(line: bytes) -> tuple[TraceEvent | None, list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class CommonQuiet:
-    """The windows in which no rank communicates, within the time span in which all ranks were recorded. `lengths_s` is
-    in ascending order."""
+    """The windows in which no rank communicates, within the time span in which all ranks were recorded. `lengths_s`
+    contains the lengths of the windows, in ascending order."""
 
     ranks: int
     span_s: float
@@ -152,8 +152,8 @@ class CommonQuiet:
 
 
 def read_traces(sources: Iterable[Path]) -> list[TraceEvent]:
-    """Return the events of all files. Raises ProblemFaults with the faults of all files, or if the files contain no
-    collective."""
+    """Return the events of all trace files. Raises ProblemFaults with the faults of all files if a file is invalid.
+    Also raises ProblemFaults if the files contain no collective."""
     events: list[TraceEvent] = []
     faults: list[str] = []
     for source in sources:
@@ -169,8 +169,8 @@ def read_traces(sources: Iterable[Path]) -> list[TraceEvent]:
 
 
 def study(events: Iterable[TraceEvent], q: float) -> tuple[list[SlackSummary], CommonQuiet]:
-    """Return the slack summary of each rank, in ascending order of ranks, and the quiet windows that all ranks
-    share."""
+    """Return the slack summary of each rank that has collectives, in ascending order of ranks, and the quiet windows
+    that all of these ranks share. The summaries' lower bounds of quiet times are for the quantile `q`."""
     ranks = {rank: each for rank, each in by_rank(events).items() if any(isinstance(e, TracedCollective) for e in each)}
     return [summarize(learned(rank, each), q) for rank, each in ranks.items()], common(list(ranks.values()))
 
@@ -195,7 +195,8 @@ def learned(rank: int, events: Sequence[TraceEvent]) -> SlackLearner:
 
 
 def _moments(events: Sequence[TraceEvent]) -> Iterable[tuple[float, int, int, bool]]:
-    """Yield the starts and ends of events as (time, order among equal times, index of the event, True for an end)."""
+    """Yield the starts and ends of events as tuples (time, order among equal times, index of the event, True for an
+    end)."""
     for index, event in enumerate(events):
         if isinstance(event, TracedCollective):
             yield event.start_s, 2, index, False
@@ -213,8 +214,8 @@ def common(ranks: Sequence[Sequence[TraceEvent]]) -> CommonQuiet:
 
 @dataclass(frozen=True, slots=True)
 class RingTrace:
-    """The events read from recorder rings. `events` is sorted by rank and time. `lost` is the number of events that a
-    ring has overwritten, and `running` the number of collectives without an end."""
+    """The events read from recorder rings. `events` is sorted by rank and time. `lost` is the number of events that
+    were overwritten before they were read. `running` is the number of collectives that have not ended."""
 
     ranks: tuple[int, ...]
     events: tuple[TraceEvent, ...]
@@ -223,7 +224,7 @@ class RingTrace:
 
 
 def recorded_jobs(rings: Path = DEFAULT_DIRECTORY) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of each job that has rings in the folder, including jobs that have ended."""
+    """Return the ranks of each job that has rings in the folder `rings`, including jobs that have ended."""
     found: dict[str, set[int]] = {}
     for path in list_rings(rings):
         for header, _ in _read(path):
@@ -232,9 +233,9 @@ def recorded_jobs(rings: Path = DEFAULT_DIRECTORY) -> dict[str, tuple[int, ...]]
 
 
 def read_rings(rings: Path, job: str) -> RingTrace:
-    """Read the events of a job. Times are seconds since the Unix epoch, so traces of several hosts are as consistent as
-    the hosts' clocks. If a rank was restarted, only the events of its newest process are returned. Raises Permanent if
-    the job has no ring in the folder."""
+    """Read the events of a job from the rings in the folder `rings`. Times are seconds since the Unix epoch, so traces
+    of several hosts are as consistent as the hosts' clocks. If a rank was restarted, only the events of its newest
+    process are returned. Raises Permanent if the job has no ring in the folder."""
     ahead_s = time.time() - time.monotonic()
     newest: dict[int, tuple[int, list[RingEvent], int]] = {}
     for path in list_rings(rings):

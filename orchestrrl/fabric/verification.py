@@ -2,8 +2,8 @@
 site's file describes.
 
 Without `walk`, `verify` changes nothing. With `walk`, free ports are connected by one test circuit after another, to
-find where light arrives. Existing circuits are not touched, and no packets use the test circuits.
-planner/fabric/cables.py interprets the observations.
+find where light arrives. Existing circuits are not changed, and no packets use the test circuits.
+`planner/fabric/cables.py` interprets the observations.
 """
 
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence, Set
@@ -32,9 +32,9 @@ LISTED = 6
 
 @dataclass(frozen=True, slots=True)
 class VerificationReport:
-    """The result of a verification. `fibres` is the number of fibres that are verified to be plugged in as the site
-    describes, out of `fibres_of_site` (lanes included). `not_seen` lists the reasons why the other fibres could not be
-    verified."""
+    """The result of a verification. `links` is the number of links between ToRs over the site's `circuits`. `fibres` is
+    the number of fibres that are verified to be plugged in as the site describes, out of `fibres_of_site` (lanes
+    included). `not_seen` lists the reasons why the other fibres could not be verified."""
 
     faults: tuple[CablingFault, ...]
     circuits: int
@@ -53,7 +53,8 @@ class _Findings:
 
 @dataclass(frozen=True, slots=True)
 class FabricVerifier:
-    """Verifies the fabric of a running daemon. If `routing` is None, only switches are read, not ToRs."""
+    """Verifies the fabric of a running daemon. If `routing` is None, switches are read, but the signals of ToRs are
+    not."""
 
     fabric: CircuitCoordinator
     routing: FabricRouting | None
@@ -67,8 +68,9 @@ class FabricVerifier:
         return self.fabric.site
 
     async def verify(self, walk: bool) -> VerificationReport:
-        """Verify circuits and fibres. Raises Permanent if a walk is requested while the fabric is not paused or no ToRs
-        are configured, and OrchestrRLError if an operation on a switch or router fails."""
+        """Verify circuits and fibres. If `walk` is True, also verify the fibres of free ports with test circuits.
+        Raises Permanent if a walk is requested while the fabric is not paused or no ToRs are configured. Raises
+        OrchestrRLError if an operation on a switch or router fails."""
         if walk and self.routing is None:
             raise Permanent("a walk needs the signals of the ToRs; list the ToRs in fabric.routers")
         if walk and self.pause_registry.hold(PauseScope.FABRIC) is None:
@@ -109,7 +111,7 @@ class FabricVerifier:
 
     async def _check_signals(self, routing: FabricRouting, site_reading: SiteReading, findings: _Findings) -> int:
         """Verify fibres by the light of existing circuits, add the results to `findings`, and return the number of
-        links."""
+        links between ToRs."""
         lits = links_up(self._site, site_reading.of_site, routing.interfaces)
         signals, silent = await routing.rerouting.signals()
         findings.not_seen += [f"{tor} does not answer: {why}" for tor, why in sorted(silent.items())]
@@ -147,7 +149,8 @@ class FabricVerifier:
     async def _walk_lanes(
         self, routing: FabricRouting, barred: Collection[Port], switches: Collection[OcsId], findings: _Findings
     ) -> None:
-        """Verify each free lane by a test circuit over this lane and a lane of another PoD on the same core switch."""
+        """Verify each free lane by a test circuit over this lane and a lane of another PoD on the same core switch.
+        Lanes on `switches` or with ports in `barred` are not free."""
         lanes = [
             lane
             for lane in sorted(self._site.lanes)
@@ -178,7 +181,8 @@ class FabricVerifier:
     async def _came(
         self, routing: FabricRouting, pairs: Sequence[PortPair], expected: Collection[Interface]
     ) -> Set[Interface]:
-        """Connect these cross-connects temporarily, and return the interfaces that gain a signal during that time."""
+        """Connect these cross-connects temporarily, and return the interfaces of ToRs that gain a signal meanwhile. The
+        wait for signals ends early when all `expected` interfaces have gained one."""
         before, _ = await routing.rerouting.signals()
         async with self._lit(pairs):
             now = await self._signals(routing, lambda now: now - before >= set(expected))
@@ -189,7 +193,7 @@ class FabricVerifier:
 
     async def _signals(self, routing: FabricRouting, enough: Callable[[Set[Interface]], bool]) -> Set[Interface]:
         """Wait until `enough` returns True for the set of interfaces with a signal, for at most `LIGHT_WITHIN_S`
-        seconds. Return the set."""
+        seconds. Return the last set."""
         until_s = self.clock.now_s() + LIGHT_WITHIN_S
         while True:
             now, _ = await routing.rerouting.signals()
@@ -243,8 +247,8 @@ def reading_faults(book: frozenset[PortPair], site_reading: SiteReading) -> list
 
 
 def _pairs_of_lanes(site: Site, lanes: Iterable[Lane]) -> list[tuple[Lane, Lane]]:
-    """Pair lanes of different PoDs on the same core switch. A lane without a partner is paired with a lane that is
-    already part of another pair."""
+    """Return pairs of lanes of different PoDs on the same core switch. If no unpaired lane fits, a lane is paired with
+    a lane of another pair. Lanes are left out if their core switch has lanes of only one PoD."""
     by_core: dict[OcsId, list[Lane]] = {}
     for lane in lanes:
         by_core.setdefault(lane.core, []).append(lane)

@@ -2,7 +2,7 @@
 Identical elements are merged.
 
 A layer is a PoD with its ToRs, uplinks and switches, or the core with all uplinks. `pictures.py` draws layers as
-figures, `cli/fabric/site.py` as text.
+figures, and `cli/fabric/site.py` prints them as text.
 """
 
 from collections import Counter
@@ -58,9 +58,7 @@ class SiteLayer:
 
     @property
     def lanes(self) -> int:
-        """The number of fibres of the uplinks of one PoD. For the core, the number of fibres of the uplinks of all
-        PoDs.
-        """
+        """The number of fibres of the uplinks of one PoD or, for the core, of the uplinks of all PoDs."""
         return sum(
             column.count * row.count * fibres
             for column in self.columns
@@ -119,7 +117,8 @@ def _pod_layer(
 def _rows(
     site: Site, ends: Iterable[EndpointId], switches: Sequence[Switch], own: Callable[[str], str]
 ) -> tuple[tuple[SwitchRow, ...], Mapping[EndpointId, tuple[int, ...]]]:
-    """Return the rows of switches, and for each endpoint its number of fibres to one switch of each row."""
+    """Return the rows of switches, and a mapping from each endpoint to its number of fibres to one switch of each row.
+    `own` shortens the names of switches."""
     reserved = Counter(switch for switch, _ in site.reserved)
 
     def ports(switch: Switch) -> tuple[int, ...]:

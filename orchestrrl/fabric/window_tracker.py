@@ -1,8 +1,8 @@
 """Track communication windows of whole jobs, from the reports of the agents on all their hosts.
 
-Each host reports on its ranks, with times of its own clock. The offset of this clock is measured over the same stream.
-A job's window is the intersection of its hosts' windows. If a host is disconnected while its ranks may be running,
-neither the host nor the job has a window.
+Each agent reports on the ranks of its host, with times of the host's clock. The offset of this clock is measured over
+the connection to the agent. A job's window is the intersection of its hosts' windows. If a host is disconnected while
+its ranks may be running, neither the host nor the job has a window.
 """
 
 import asyncio
@@ -37,7 +37,8 @@ Jobs = Mapping[str, frozenset[int]]  # ranks by job
 
 @dataclass(frozen=True, slots=True)
 class WatchWindows:
-    """An order to an agent to report when windows of this job that last at least `need_s` open and close."""
+    """An order to an agent to report when windows of this job that last at least `need_s` seconds open and close.
+    `quantile` is the quantile of the predicted length to compare with `need_s`."""
 
     id: int
     job: str
@@ -95,15 +96,15 @@ class AgentStream:
         self._orders.put_nowait(order)
 
     async def ping(self) -> None:
-        """Measure the offset of the host's clock periodically, until cancelled."""
+        """Send pings to the agent periodically, until cancelled, to measure the offset of the host's clock."""
         for number in itertools.count():
             self.put(ClockPing(self._hub.clock.now_s()))
             await self._hub.clock.sleep(PING_EVERY_S if number >= FIRST_PINGS else FIRST_PINGS_EVERY_S)
 
     @property
     def _is_the_hosts(self) -> bool:
-        """True if this stream is the host's current stream. False after another agent of the host has attached or this
-        agent has disconnected. Late reports of the stream are ignored then."""
+        """True if this stream is the host's current stream. It is False after another agent of the host has attached or
+        this agent has disconnected. Late reports of the stream are then ignored."""
         return self._host.stream is self
 
     def traces(self, jobs: Jobs) -> None:
@@ -175,8 +176,8 @@ class TrafficWatch:
 
 
 class WindowTracker:
-    """Tracks every host whose agent reads recorders. The length of a window is the given `quantile` of its predicted
-    length."""
+    """Tracks every host whose agent reads recorders. The length of a window is the given `quantile` of the distribution
+    of its predicted length."""
 
     def __init__(self, clock: Clock, quantile: float = QUANTILE, most_hosts: int = 8192) -> None:
         self.quantile = quantile
@@ -189,7 +190,8 @@ class WindowTracker:
     def watch(
         self, jobs: Mapping[str, frozenset[int]], need_s: float, changed: asyncio.Event | None = None
     ) -> TrafficWatch:
-        """Start a watch of jobs. `jobs` maps each job to the ranks that must be traced. Each report sets `changed`."""
+        """Start to watch jobs for windows of at least `need_s` seconds. `jobs` maps each job to the ranks that must be
+        traced. Each report sets `changed`."""
         arms: dict[WatchWindows, frozenset[int]] = {}
         for job, ranks in jobs.items():
             traced = sum(len(host.jobs[job]) for host in self.current_hosts() if job in host.jobs)
@@ -255,8 +257,8 @@ class WindowTracker:
         return few(listed, MOST_LISTED, ", ") or "none"
 
     async def slack_json(self) -> str:
-        """Return, as a JSON array, the summaries of the hosts' ranks and their iterations. Collecting them is expensive
-        for agents, so only operator commands request them."""
+        """Request summaries from all attached agents, and return them as a JSON array. They cover the hosts' ranks and
+        the iterations of these ranks. Summaries are expensive for agents, so only operator commands request them."""
         attached = [host for host in self.current_hosts() if host.stream is not None]
         for host in attached:
             host.slack_reported.clear()
@@ -268,8 +270,8 @@ class WindowTracker:
         return json.dumps([json.loads(host.slack_json) for host in attached if host.slack_json])
 
     def attach(self, name: str, jobs: Jobs) -> AgentStream:
-        """Begin the stream of a host's agent. It replaces the stream of an earlier agent of the same host. Raises
-        LimitReached if too many other hosts are traced."""
+        """Create and return the stream of a host's agent. It replaces the stream of an earlier agent of the same host.
+        Raises LimitReached if too many other hosts are traced."""
         if (
             name not in self.hosts
             and len(self.hosts) >= self._most_hosts

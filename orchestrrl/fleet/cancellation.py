@@ -29,8 +29,8 @@ class CancelOutcome:
 
 @dataclass(slots=True, eq=False)
 class Canceller:
-    """Sends cancellation orders to gateways. `totals` counts the cancelled requests by reason: a caller's request, or
-    redundancy."""
+    """Sends cancellation orders to gateways. `totals` counts the cancelled requests by reason (requested by a caller,
+    or redundant)."""
 
     _runner: OperationRunner
     _nodes: NodeRegistry
@@ -39,8 +39,9 @@ class Canceller:
     totals: Counter[str] = field(default_factory=lambda: Counter({ASKED: 0, REDUNDANT: 0}))
 
     async def cancel(self, requests: Iterable[RequestId], groups: Iterable[str], reason: str) -> CancelOutcome:
-        """Cancel the named requests and groups on every gateway. Raises ProblemFaults if no id is given or an id is
-        empty, and Permanent if no gateway is attached."""
+        """Cancel the named requests, and all requests of the named groups, on every gateway. Return the cancelled
+        requests and the gateways that did not report. Raises ProblemFaults if no id is given or an id is empty, and
+        Permanent if no gateway is attached."""
         action = CancelRequests(tuple(requests), tuple(groups), reason or ASKED)
         named = (*action.requests, *action.groups)
         if not named or not all(named):

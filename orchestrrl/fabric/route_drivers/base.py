@@ -28,12 +28,12 @@ class RouterCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class AppliedRoutes:
-    """The result of changing routes, as read from the router afterwards. `why` explains why the `missing` changes were
-    not applied."""
+    """The result of changing routes, as read from the router afterwards. `why` is the reason why the `missing` changes
+    were not applied."""
 
     done: tuple[RouteChange, ...]  # including those that were in place before
     missing: tuple[RouteChange, ...]
-    sent: int  # how many had to be sent
+    sent: int  # number of changes that had to be sent
     why: str = ""
 
 
@@ -49,35 +49,36 @@ class RouteReading:
 
 
 class RouterWire(Protocol):
-    """The basic operations on one product, without retries or policy. `driver.RouterDriver` calls them within a time
-    limit. A method raises
+    """The basic operations on a router of one product, without retries or policy. `driver.RouterDriver` calls them
+    within a time limit. Methods raise these errors:
 
-    - Retryable: the router is unreachable or busy
-    - Permanent: the router refused, with its reason; part of a `send` may have taken effect
-    - OutcomeUnknown: the connection broke after changes were sent.
+    - Retryable if the router is unreachable or busy
+    - Permanent, with the router's reason, if the router refused; part of a `send` may have taken effect
+    - OutcomeUnknown if the connection broke after changes were sent
     """
 
     capabilities: RouterCapabilities
 
     async def read_routes(self) -> RouteReading:
-        """Return the driver's configured routes. They include idle routes, which may become active when their link
-        comes up."""
+        """Return the configured routes that the driver owns. They include idle routes, which may become active when
+        their link comes up."""
         ...
 
     async def send(self, changes: Sequence[RouteChange], now: RouteTable) -> None:
-        """Send the changes to the router. `now` maps each prefix to its current route. If the router refuses a change,
-        the remaining changes must still be sent."""
+        """Send the changes to the router. `now` maps each prefix to the driver's current route. If the router refuses a
+        change, the remaining changes must still be sent."""
         ...
 
     async def read_links(self) -> Mapping[str, bool]: ...
 
     def link_events(self) -> AsyncGenerator[None]:
-        """Yield after each change of an interface. Called only if the capability `link_events` is declared."""
+        """Yield once after each change of an interface. This method is called only if the capability `link_events` is
+        declared."""
         ...
 
     async def probe_neighbours(self, hops: Collection[NextHop]) -> None:
-        """Clear the neighbour entries on the interfaces of these next hops, and start to resolve the gateways there,
-        without waiting for answers."""
+        """Clear the neighbour entries on the interfaces of these next hops, and start to resolve their gateways without
+        waiting for answers."""
         ...
 
     async def found(self, hops: Collection[NextHop]) -> frozenset[NextHop]:

@@ -5,13 +5,13 @@
         async def make_driver(self) -> RouterDriver:
             return MyRouter("lab1", address="192.0.2.7")
 
-        async def inject(self, driver: RouterDriver, fault: Fault) -> None: ...
+        async def inject(self, driver: RouterDriver, fault: RouterFault) -> None: ...
 
         async def others(self, driver: RouterDriver) -> frozenset[str]: ...
 
-The router must have the three interfaces in `interfaces`, all up, with a router that answers for the address `peer` at
-the far end of each interface, and no routes of the driver. Each test creates a driver and closes it. `cannot_inject`
-lists the faults that cannot be injected, with the reason; tests that need these faults are skipped.
+The router must have the three interfaces in `interfaces`, all of them up, and no routes of the driver. At the far end
+of each interface, a router must answer for the address `peer`. Each test creates a driver and closes it.
+`cannot_inject` maps each kind of fault that cannot be injected to the reason. Tests that need such a fault are skipped.
 """
 
 import asyncio
@@ -40,22 +40,24 @@ def gone(prefix: str) -> RouteChange:
 
 
 class RouteDriverConformance:
-    """Conformance tests for a route driver. The module's docstring describes their use."""
+    """Conformance tests for a route driver. The module's docstring describes how to use them."""
 
     interfaces: tuple[str, str, str] = ("swp1", "swp2", "swp3")
     peer: str = "192.0.2.2"
     cannot_inject: Mapping[RouterFaultKind, str] = MappingProxyType({})
 
     async def make_driver(self) -> RouterDriver:
-        """Return a driver for a router that meets the requirements in the module's docstring. Must be overridden."""
+        """Return a driver for a router that meets the requirements in the module's docstring. Subclasses must override
+        this method."""
         raise AssertionError("this harness must override make_driver")
 
     async def inject(self, driver: RouterDriver, fault: RouterFault) -> None:
-        """Cause the fault. Override this method, or list the fault in `cannot_inject`."""
+        """Cause a fault of the driver's router. Subclasses must override this method, or list all kinds of faults in
+        `cannot_inject`."""
         raise AssertionError(f"this harness must inject {fault.kind} or list it in cannot_inject")
 
     async def others(self, driver: RouterDriver) -> frozenset[str]:
-        """Return the prefixes of foreign routes on the driver's router. Must be overridden."""
+        """Return the prefixes of foreign routes on the driver's router. Subclasses must override this method."""
         raise AssertionError("this harness must override others")
 
     @asynccontextmanager
@@ -74,8 +76,8 @@ class RouteDriverConformance:
         await self.inject(driver, RouterFault(kind, interface, prefix))
 
     def route(self, prefix: str, *weights: int) -> PacketRoute:
-        """Return a route to `prefix` over the first interfaces, with one weight for each interface. Interfaces with
-        weight 0 are skipped."""
+        """Return a route to `prefix`. The weights apply to the interfaces in order. Interfaces with weight 0 or without
+        a weight are not used."""
         ways = zip(self.interfaces, weights, strict=False)
         return PacketRoute.of(prefix, {(self.peer, interface): weight for interface, weight in ways if weight})
 

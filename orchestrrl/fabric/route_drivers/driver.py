@@ -1,5 +1,5 @@
 """Build route drivers on top of a product's `base.RouterWire`, and construct drivers by name. The drivers serialise
-writers, limit the time of calls, and verify changes by reading the routes.
+writers, limit the duration of calls, and verify changes by reading the routes.
 
 An entry point of the group `orchestrrl.route_drivers`, built-in or third-party, names a factory `(router, *, clock,
 **options) -> RouterDriver`, usually the driver's class. The factory's other keyword-only parameters are the options
@@ -59,8 +59,8 @@ class CommandOptions(RouterOptions):
 
 
 class RouterDriver(FromOptions):
-    """The driver of one router. Construction opens no connection, and raises ProblemFaults with every fault of the
-    options. Calls may be concurrent: writers are serialised, and every command and wait is bounded in time. Methods
+    """The driver of one router. Construction opens no connection. It raises ProblemFaults with every fault if options
+    are invalid. Calls may be concurrent: writers are serialised, and every command and wait is bounded in time. Methods
     that read raise Retryable if the router is unreachable."""
 
     def __init__(self, router: str, *, clock: Clock | None = None, **given: Any) -> None:
@@ -82,10 +82,13 @@ class RouterDriver(FromOptions):
         return (await self._read_routes()).table
 
     async def apply(self, changes: Sequence[RouteChange]) -> AppliedRoutes:
-        """Send the changes that are not in effect yet, then read the routes. A route is replaced in one step, so that a
-        route always exists. Raises Permanent, before anything is sent, if a route exceeds the router's limits or its
-        prefix has a foreign route; Retryable if the router is unreachable; and OutcomeUnknown if the router cannot be
-        read afterwards."""
+        """Send the changes that are not in effect yet, then read the routes, and return which changes are in effect.
+        While a route is replaced, its prefix always has a route.
+
+        Raises Permanent, before anything is sent, if a route exceeds the router's limits, a prefix is changed twice, or
+        a prefix to change has a foreign route. Raises Retryable if the router is unreachable, and OutcomeUnknown if the
+        router cannot be read after the changes were sent.
+        """
         self._check(changes)
         async with self._writing():
             before = await self._read_routes()
@@ -110,7 +113,7 @@ class RouterDriver(FromOptions):
             return AppliedRoutes(done, missing, len(todo), why if missing else "")
 
     async def links(self) -> Mapping[str, bool]:
-        """Return every interface of the router, mapped to True if it is up and has a signal."""
+        """Return a mapping from each interface of the router to whether the interface is up and has a signal."""
         return await self._command("links", self._wire.read_links())
 
     async def wait_up(self, interfaces: Collection[str], limit_s: float) -> frozenset[str]:
@@ -130,7 +133,7 @@ class RouterDriver(FromOptions):
                     await within(self._clock, min(pause_s, left_s), changed.wait())
 
     async def find(self, hops: Collection[NextHop], limit_s: float) -> frozenset[NextHop]:
-        """Clear the neighbour entries on the interfaces of these next hops, resolve their gateways again, and return
+        """Clear the neighbour entries on the interfaces of these next hops, and resolve their gateways again. Return
         the next hops whose gateway answers within `limit_s` seconds. Later packets to these next hops need no address
         resolution."""
         wanted = frozenset(hops)
@@ -155,7 +158,7 @@ class RouterDriver(FromOptions):
         await self._wire.close()
 
     def _check(self, changes: Sequence[RouteChange]) -> None:
-        """Raise Permanent, listing all faults, if changes exceed the router's limits or a prefix is changed twice."""
+        """Raise Permanent with every fault if changes exceed the router's limits or a prefix is changed twice."""
         can = self._wire.capabilities
         prefixes = [change.prefix for change in changes]
         wrong = [f"{prefix} is changed twice" for prefix in sorted(set(prefixes)) if prefixes.count(prefix) > 1]
@@ -171,8 +174,8 @@ class RouterDriver(FromOptions):
         return await self._command("read routes", self._wire.read_routes())
 
     async def _missing(self, changes: Sequence[RouteChange], why: str) -> tuple[RouteChange, ...]:
-        """Wait as long as the router may need to install the changes, and return the changes that are not in effect
-        afterwards. Raises OutcomeUnknown if the router cannot be read."""
+        """Wait until the changes are in effect, at most for the time that the router may need to install them. Return
+        the changes that are not in effect by then. Raises OutcomeUnknown if the router cannot be read."""
         until_s = self._clock.now_s() + (INSTALL_S if self._wire.capabilities.installs_later else 0.0)
         while True:
             try:
@@ -191,8 +194,8 @@ class RouterDriver(FromOptions):
             await self._clock.sleep(POLL_S)
 
     async def _command(self, name: str, verb: Awaitable[T], late: type[OutcomeUnknown] | None = None) -> T:
-        """Return the result of a call of the wire. If it takes longer than the limit, raise `late` if given, otherwise
-        Retryable. Add the router's name to errors."""
+        """Await a call to the wire and return its result. If the call takes longer than the limit, raise the error
+        `late` or, if `late` is None, Retryable. The messages of errors begin with the router's name."""
         try:
             return await within(self._clock, self._command_s, verb)
         except TimeoutError as error:

@@ -3,14 +3,15 @@ staticd).
 
 The driver owns the static routes of the default VRF that bear its tag. A route is in place when zebra has installed all
 of its next hops. A prefix that has a static route without this tag is foreign, regardless of the distance of that
-route. The reason is that staticd keeps one line per next hop, so the driver's lines would replace foreign lines. The
-next hops of a route change one by one. New next hops are added before old ones are removed, and zebra replaces the
+route. The reason is that staticd keeps one line per next hop, so the driver's lines would replace foreign lines.
+
+The next hops of a route change one by one. New next hops are added before old ones are removed, and zebra replaces the
 kernel's route each time, so that a route always exists. During the change, a packet may follow the old or the new next
-hops. Neither leads to a loop, because a new route is installed only after the routes further along its path (see
+hops. Neither path is a loop, because a new route is installed only after the routes further along its path (see
 `planner/fabric/route_plan.py`). staticd has no weights, so next hops get equal shares.
 
-staticd resolves every gateway in zebra, even one marked onlink. The router therefore needs a route that covers the
-addresses of the other routers. A route to Null0 such as `ip route 192.0.2.0/24 Null0` is sufficient.
+staticd resolves every gateway in zebra, even a gateway marked onlink. The router therefore needs a route that covers
+the addresses of the other routers. A route to Null0 such as `ip route 192.0.2.0/24 Null0` is sufficient.
 """
 
 import json
@@ -37,8 +38,8 @@ UNREACHABLE = re.compile(r"failed to connect to any daemons|staticd is not runni
 
 
 class FrrOptions(CommandOptions):
-    """The options of the driver `frr`. `tag` and `distance` apply to its static routes. `vtysh_arguments` are needed
-    for daemons whose sockets are at an unusual path."""
+    """The options of the driver `frr`. `tag` and `distance` apply to the driver's static routes. `vtysh_arguments` are
+    passed to every `vtysh` command, for example to reach daemons whose sockets are at an unusual path."""
 
     tag: Annotated[int, whole(1, 2**32 - 1)] = TAG
     distance: Annotated[int, whole(1, 254)] = 1
@@ -46,7 +47,8 @@ class FrrOptions(CommandOptions):
 
 
 class FrrWire(LinuxHost):
-    """Implements `base.RouterWire` for a router with FRRouting. Common builds of FRRouting support 64 next hops."""
+    """Implements `base.RouterWire` for a router with FRRouting. Common builds of FRRouting support 64 next hops per
+    route."""
 
     capabilities = RouterCapabilities(max_next_hops=64, max_weight=1, link_events=True, installs_later=True)
 
@@ -65,7 +67,8 @@ class FrrWire(LinuxHost):
         return RouteReading(route_table(routes), frozenset(foreign), idle)
 
     async def _configured(self) -> tuple[dict[str, set[tuple[str, str]]], set[str]]:
-        """Return the (gateway, interface) pairs of the driver's static routes by prefix, and the foreign prefixes."""
+        """Return the (gateway, interface) pairs of the driver's static routes, keyed by prefix, and the set of foreign
+        prefixes."""
         answer = await self._vtysh("staticd", "show running-config staticd")
         if answer.status or "Current configuration" not in answer.out:
             raise Retryable(f"vtysh failed: {answer.error_text}", RETRY_S)
@@ -100,8 +103,8 @@ class FrrWire(LinuxHost):
         return f"ip route {prefix} {gateway} {interface} tag {self._options.tag}{distance} onlink"
 
     async def _vtysh(self, daemon: str, *commands: str, is_setter: bool = False) -> CommandOutput:
-        """Send commands to one daemon. If commands were sent to all daemons, a missing daemon could not be
-        distinguished from a daemon without configuration."""
+        """Send commands to one daemon and return the output. If commands were sent to all daemons, a missing daemon
+        could not be distinguished from a daemon without configuration."""
         # ssh passes the words through another shell.
         quoted = [f"'{command}'" for command in commands] if self.shell.is_ssh else list(commands)
         words = [word for command in quoted for word in ("-c", command)]
@@ -109,7 +112,7 @@ class FrrWire(LinuxHost):
 
 
 def _installed(shown: Mapping[str, Any], tag: int) -> dict[str, set[tuple[str, str]]]:
-    """Return the (gateway, interface) pairs that zebra has installed for routes with this tag, by prefix."""
+    """Return the (gateway, interface) pairs that zebra has installed for routes with this tag, keyed by prefix."""
     return {
         prefix: {
             (hop["ip"], hop["interfaceName"])

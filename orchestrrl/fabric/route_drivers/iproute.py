@@ -1,9 +1,9 @@
 """The driver `iproute`, which reads a Linux router's routing table with `ip -json` and changes it with `ip -batch`.
 
 The driver owns the routes of one table that bear its protocol number and metric. A foreign route to the same prefix may
-have another metric; the route with the smaller metric is used. If a foreign route has the same metric, the driver's
-route is refused. The router needs no additional daemon or library. A remote router is reached with a command prefix
-such as `ssh tor3`.
+have another metric; packets then use the route with the smaller metric. If a foreign route has the same metric, the
+driver's route is refused. The router needs no additional daemon or library. A remote router is reached with a command
+prefix such as `ssh tor3`.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ PROTOCOL = 160
 
 
 class IprouteOptions(CommandOptions):
-    """The options of the driver `iproute`. Its routes are in the routing table `table`, and `protocol` and `metric`
-    identify them."""
+    """The options of the driver `iproute`. The driver's routes are in the routing table `table`, and `protocol` and
+    `metric` identify them."""
 
     table: Annotated[int, whole(1, 2**32 - 1)] = MAIN_TABLE
     protocol: Annotated[int, whole(5, 255)] = PROTOCOL
@@ -32,8 +32,8 @@ class IprouteOptions(CommandOptions):
 
 
 class IprouteWire(LinuxHost):
-    """Implements `base.RouterWire` for a Linux router. A weight has eight bits, and 128 next hops fit into one netlink
-    message."""
+    """Implements `base.RouterWire` for a Linux router. The kernel stores a weight in eight bits, and one netlink
+    message has space for 128 next hops."""
 
     capabilities = RouterCapabilities(max_next_hops=128, max_weight=256, link_events=True)
 
@@ -78,8 +78,8 @@ def _prefix(dst: str) -> str:
 
 
 def _shares(row: dict[str, Any]) -> dict[tuple[str, str], int]:
-    """Return the weight of each next hop of a route. The result is empty for routes that this driver does not create,
-    such as blackholes and routes without a gateway."""
+    """Return the weight of each (gateway, interface) pair of a route. The result is empty for routes that this driver
+    does not create, such as blackholes and routes without a gateway."""
     hops = row.get("nexthops") or [row]
     if not all("gateway" in hop and "dev" in hop for hop in hops):
         return {}

@@ -1,5 +1,8 @@
-"""Run commands on a Linux router, local or remote (`ip ...`, `ip netns exec NAME ip ...`, `ssh tor3 ip ...`), and read
-its interfaces and neighbours with `ip -json`. The modules of the drivers handle routes."""
+"""Run commands on a Linux router, and read its interfaces and neighbours with `ip -json`. Routes are handled by the
+modules of the drivers.
+
+The router is local (`ip ...`), a network namespace (`ip netns exec NAME ip ...`) or remote (`ssh tor3 ip ...`).
+"""
 
 import asyncio
 import json
@@ -26,23 +29,22 @@ class CommandOutput:
 
     @property
     def error_text(self) -> str:
-        """The command's error output on one line. If the error output is empty, the standard output or, if that is also
-        empty, the exit status.
-        """
+        """The command's error output on one line. If there is none, this is the standard output. If both outputs are
+        empty, this is the exit status."""
         message = " | ".join(line.strip() for line in (self.err or self.out).splitlines() if line.strip())
         return message or f"exit status {self.status}"
 
 
 @dataclass(frozen=True, slots=True)
 class RouterShell:
-    """Runs commands on a router, with `prefix` before each command. Callers limit the time by cancelling a call, which
-    kills the command."""
+    """Runs commands on a router, with `prefix` before each command. Cancelling a call kills the command, so that
+    callers can limit its duration."""
 
     prefix: tuple[str, ...] = ()
 
     async def run(self, *command: str, stdin: str = "", is_setter: bool = False) -> CommandOutput:
-        """Run a command. Raises Permanent if the program cannot be run. If the connection to the router fails, raises
-        OutcomeUnknown for a setter and Retryable for other commands."""
+        """Run a command with the input `stdin` and return its output. Raises Permanent if the program cannot be run. If
+        the connection to the router fails, raises OutcomeUnknown for a setter and Retryable for other commands."""
         process = await self._start(command, stdin=asyncio.subprocess.PIPE)
         try:
             out, err = await process.communicate(stdin.encode())
@@ -66,8 +68,8 @@ class RouterShell:
 
     @property
     def is_remote(self) -> bool:
-        """True if commands run over a connection such as ssh. A prefix of `ip netns exec` is local, and exits with
-        status 255 if the namespace is unknown."""
+        """True if commands run over a connection such as ssh. With the prefix `ip netns exec`, commands run locally,
+        and exit status 255 means an unknown namespace instead of a broken connection."""
         return bool(self.prefix) and self.prefix[0] != "ip"
 
     @property
@@ -118,7 +120,7 @@ class LinuxHost:
         return frozenset(hop for hop in hops if hop.way in answered)
 
     async def close(self) -> None:
-        """Do nothing, because every command runs in a separate session."""
+        """Do nothing, because no connection stays open between commands."""
 
     async def show(self, *command: str) -> list[Any]:
         answer = await self.shell.run("ip", "-json", *command)
@@ -143,6 +145,6 @@ class LinuxHost:
 
 
 def _is_up(link: dict[str, Any]) -> bool:
-    """Return whether the link is up and passes packets. A signal alone (LOWER_UP) is not sufficient: the kernel drops
-    packets until `operstate` changes."""
+    """Return whether the link is up and passes packets. A signal alone (LOWER_UP) is not sufficient, because the kernel
+    drops packets until `operstate` changes too."""
     return {"UP", "LOWER_UP"} <= set(link["flags"]) and link.get("operstate") in ("UP", "UNKNOWN")

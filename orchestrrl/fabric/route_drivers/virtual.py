@@ -79,16 +79,16 @@ class VirtualRouter:
             self.pending.append(fault.kind)
 
     def ways(self, destination: str) -> tuple[NextHop, ...]:
-        """Return the next hops of the route to an address, by the longest matching prefix, or () if there is no
-        route."""
+        """Return the next hops of the route with the longest prefix that matches an address, or () if no route
+        matches."""
         holding = [route for prefix, route in self.routes.items() if IPv4Address(destination) in IPv4Network(prefix)]
         if not holding:
             return ()
         return max(holding, key=lambda route: IPv4Network(route.prefix).prefixlen).next_hops
 
     def answering(self, hop: NextHop) -> "VirtualRouter | None":
-        """Return the router that receives a packet sent to this next hop, or None if the link is down or the router at
-        its far end has another address."""
+        """Return the router that receives a packet sent to this next hop. Return None if the link is down or the router
+        at its far end has another address."""
         if hop.interface not in self.far_end or not self.signal[hop.interface]:
             return None
         far, _ = self.far_end[hop.interface]
@@ -124,8 +124,8 @@ class VirtualRouterWire:
             )
 
     def _take(self, change: RouteChange) -> bool:
-        """Apply a change if all of its next hops use existing interfaces, as a kernel does. Return whether the change
-        was applied."""
+        """Apply a change unless its route uses an interface that does not exist, as a kernel would. Return whether the
+        change was applied."""
         if change.route is None:
             self._device.routes.pop(change.prefix, None)
         elif change.route.interfaces <= set(self._device.signal):

@@ -2,11 +2,13 @@
 Kubernetes, or simulate them.
 
 Each product has one module, registered in the entry-point group `orchestrrl.deployers`, which must pass
-`orchestrrl/fleet/deployers/conformance.py`. Start and stop are idempotent: an engine's id identifies it permanently, so
+`orchestrrl/fleet/deployers/conformance.py`. Start and stop are idempotent. An engine's id identifies it permanently, so
 starting an engine that already runs with the same spec, or stopping an engine that does not exist, changes nothing.
 Engines outlive the daemon: a new deployer finds the engines of its fleet, including engines whose start was
-interrupted. Implementations raise `Retryable` if a call may succeed later, `Permanent` if it can never succeed with
-this spec, and `OutcomeUnknown` if the change may have been made; the caller then reads `status`.
+interrupted.
+
+Implementations raise `Retryable` if a call may succeed later, and `Permanent` if it can never succeed with this spec.
+They raise `OutcomeUnknown` if the change may have been made; the caller then reads `status`.
 """
 
 from collections.abc import Collection, Mapping
@@ -26,7 +28,7 @@ Options = TypeVar("Options", bound=Section)
 
 
 class EngineLife(StrEnum):
-    """The state of an engine's processes. It does not include whether the engine answers requests."""
+    """The state of an engine's processes. It does not indicate whether the engine answers requests."""
 
     ALIVE = "alive"
     ENDED = "ended"  # they exited; `stop` releases their GPUs and other remains
@@ -36,7 +38,8 @@ class EngineLife(StrEnum):
 @dataclass(frozen=True, slots=True)
 class DeployedInstance:
     """One engine of the fleet that holds GPUs. `url` is empty until the engine's address is known. `spec` is the spec
-    that it was started with, or None if that record was lost: such an engine can be stopped, but not started again."""
+    with which the engine was started, or None if its record was lost. An engine without a spec can be stopped, but not
+    started again."""
 
     engine: EngineId
     configuration: ConfigurationId
@@ -56,14 +59,16 @@ class Deployer(Protocol):
 
     def check(self, spec: EngineSpec) -> None:
         """Check in advance whether an engine can be started. The check does not wait and reads only files. Raises
-        ProblemFaults or Permanent if the start can never succeed. A redeployment calls this before it stops any
+        ProblemFaults or Permanent if the start can never succeed. A redeployment calls this method before it stops any
         engine."""
 
     async def start(self, spec: EngineSpec) -> DeployedInstance:
-        """Begin to start an engine. Returns when its processes exist and its URL is known, before it answers requests.
+        """Begin to start an engine. Return when its processes exist and its URL is known, before it answers
+        requests.
 
-        Raises Permanent if a GPU is in use, the id runs with another spec, or the start can never succeed. Raises
-        ProblemFaults if no command line can be rendered from the spec, and Retryable if resources may become free.
+        Raises Permanent if a GPU is in use, an engine with this id runs with another spec, or the start can never
+        succeed. Raises ProblemFaults if no command line can be rendered from the spec, and Retryable if resources are
+        missing that may become free.
         """
 
     async def stop(self, engine: EngineId) -> None:
@@ -78,13 +83,13 @@ class Deployer(Protocol):
         that earlier daemons started."""
 
     async def lend(self, engine: EngineId, lent: bool) -> None:
-        """Release the GPUs of a sleeping engine for other engines, or reclaim them. Raises Permanent if `can_lend` is
-        False, the engine does not exist, or a GPU to reclaim is in use by another engine."""
+        """If `lent` is True, release the GPUs of a sleeping engine for other engines; otherwise, reclaim them. Raises
+        Permanent if `can_lend` is False, the engine does not exist, or a GPU to reclaim is in use by another engine."""
 
     async def scale(self, spec: EngineSpec) -> DeployedInstance:
         """Record that a running engine has the GPUs of `spec` from now on, as if it had been started with them. The
-        caller scales the engine's processes. Raises Permanent if `can_scale` is False, the engine does not exist, or a
-        GPU is in use."""
+        caller scales the engine's processes. Raises Permanent if `can_scale` is False, the engine does not exist, or
+        another engine uses one of the GPUs."""
 
     async def close(self) -> None:
         """Release connections. Engines continue to run."""
@@ -106,7 +111,8 @@ class FixedGpusDeployer:
 
 @dataclass(frozen=True, slots=True)
 class FleetIdentity:
-    """The identity of a fleet. Two daemons that share a machine or a cluster ignore each other's engines."""
+    """The identity of a fleet. Daemons of different fleets that share a machine or a cluster ignore each other's
+    engines."""
 
     name: str
     folder: str  # the daemon's own, for records and logs
@@ -118,8 +124,8 @@ DEPLOYERS = PlugPoint("deployer", "orchestrrl.deployers", {})
 
 
 def read_options(kind: type[Options], options: Mapping[str, Any]) -> Options:
-    """Return a deployer's options, validated. Raises ProblemFaults with every fault; each path begins with
-    `options.`"""
+    """Validate and return a deployer's options. Raises ProblemFaults with every fault if options are invalid. The path
+    of each fault begins with `options.`"""
     try:
         return kind.model_validate(dict(options))
     except ValidationError as error:
@@ -134,8 +140,8 @@ def check_free(engine: EngineId, gpus: Collection[GpuId], held: Mapping[EngineId
 
 
 def check_same(spec: EngineSpec, there: DeployedInstance) -> DeployedInstance:
-    """Return `there`, the existing engine with the id of `spec`. Raises Permanent if it was started with another
-    spec."""
+    """Return `there`, the existing engine with the id of `spec`. Raises Permanent if this engine was started with
+    another spec."""
     if there.spec != spec:
         held = f"{there.configuration or 'an unknown configuration'} on GPUs {list(there.gpus)}"
         raise Permanent(f"engine {spec.engine} already exists with other settings: {held}")

@@ -46,7 +46,7 @@ class EngineLaunch:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """The specification of one engine to start. Settings of its configuration override the settings in EngineLaunch."""
+    """The specification of one engine to start. Its arguments and environment override those in EngineLaunch."""
 
     engine: EngineId
     configuration: ConfigurationId
@@ -118,9 +118,9 @@ def url_of(spec: EngineSpec, launch: EngineLaunch) -> str:
 
 
 def ports_to_try(spec: EngineSpec, launch: EngineLaunch) -> list[tuple[int, bool]]:
-    """Return (port, reuse address) pairs for `hold_port`. The first pair is the engine's own port, with address reuse
-    if the spec gives the port. The spare ports of the range follow. If no range is given, port 0 (any port) follows
-    instead."""
+    """Return the pairs (port, whether to reuse the address) that `hold_port` should try in order. The engine's own port
+    is first, without reuse. If the spec gives this port, the port with reuse is second. The spare ports of the launch
+    settings follow, or port 0 (any port) if no last port is set."""
     own = urlsplit(url_of(spec, launch)).port or 0
     first_spare = launch.first_port + layout_flags.PORTS_PER_GPU * launch.per_node
     spare = range(first_spare, launch.last_port + 1) if launch.last_port else (0,)
@@ -129,7 +129,7 @@ def ports_to_try(spec: EngineSpec, launch: EngineLaunch) -> list[tuple[int, bool
 
 def _render_simulated(spec: EngineSpec, launch: EngineLaunch) -> CommandLine:
     """Return the command line of a simulated engine, which is one process for any layout and uses no real GPU. Raises
-    ProblemFaults if the user's arguments are invalid."""
+    ProblemFaults if the GPUs, the user's arguments or the environment are invalid."""
     given, faults = _given(spec, launch)
     group = _groups(spec, launch)[0]
     values = {"--host": launch.host, "--port": str(_http_port(spec, group))}
@@ -189,8 +189,8 @@ def _gpu_faults(spec: EngineSpec) -> list[str]:
 
 
 def _placement_faults(spec: EngineSpec, launch: EngineLaunch) -> list[str]:
-    """Return the faults of the GPUs' placement. Every node must have the same number of the engine's GPUs: whole
-    replicas per node, or whole nodes per replica."""
+    """Return the faults of the placement on nodes. Every node must have the same number of the engine's GPUs, which
+    must be whole replicas per node or whole nodes per replica."""
     faults = []
     for group in _groups(spec, launch):
         sizes = {len(part.gpus) for part in group.parts}
@@ -294,7 +294,8 @@ def _usual(spec: EngineSpec, launch: EngineLaunch) -> dict[str, str]:
 
 
 def _pinned(gpus: Sequence[GpuId], launch: EngineLaunch) -> dict[str, str]:
-    """Return the environment variables that bind a process to its GPUs, by their numbers on the node."""
+    """Return the environment variables that bind a process to its GPUs or, on CPUs, to the corresponding cores. The
+    variables use the GPUs' numbers on the node."""
     local = [gpu % launch.per_node for gpu in sorted(gpus)]
     n = launch.cores_per_gpu
     if not local or launch.engine is EngineProduct.SIMULATED:

@@ -9,10 +9,10 @@
             # must return a new deployer; a name identifies one FleetIdentity, and is a DNS label
             return MyDeployer(stub_launch(self.folder), FleetIdentity(fleet, str(self.folder / fleet)), {}, WallClock())
 
-Four GPUs, 0 to 3, must be free. `spec` returns the specs of the engines. By default, the engines are the stub below: an
-HTTP server that answers every request with 200 and reads its behaviour from its environment. If a harness cannot
-produce a behaviour, such as a container that never exits, add it to `cannot` with the reason. The tests of this
-behaviour are then skipped with this reason.
+Four GPUs, 0 to 3, must be free. The method `spec` returns the specs of the engines. By default, each engine is the stub
+in this module, an HTTP server that answers every request with status 200 and reads its behaviour from its environment.
+If a harness cannot produce a behaviour, such as a container that never exits, add the behaviour to `cannot` with the
+reason. The tests of this behaviour are then skipped with this reason.
 """
 
 import asyncio
@@ -89,8 +89,8 @@ while True:
 
 
 def stub_launch(folder: Path, first_port: int = 0) -> EngineLaunch:
-    """Write the stub to `folder` and return launch settings with it as `python`. If `first_port` is 0, a range of free
-    ports is selected."""
+    """Write the stub to `folder` and return launch settings that use it as the Python interpreter. If `first_port` is
+    0, a range of free ports is selected."""
     program = folder / "stub"
     program.write_text(f"#!{sys.executable} -IS\n{STUB}")
     program.chmod(0o755)
@@ -146,7 +146,8 @@ def naming(*words: str) -> str:
 
 
 async def until(deployer: Deployer, engine: EngineId, life: EngineLife) -> DeployedInstance:
-    """Poll the engine's status until its state is `life`, and return the status."""
+    """Poll the engine's status until its state is `life`, and return the status. Raises TimeoutError after `DEADLINE_S`
+    seconds."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             found = await deployer.status(engine)
@@ -156,7 +157,7 @@ async def until(deployer: Deployer, engine: EngineId, life: EngineLife) -> Deplo
 
 
 def replicas(spec: EngineSpec, gpus: Sequence[int]) -> EngineSpec:
-    """Return the spec changed to have one replica on each of these GPUs."""
+    """Return a copy of the spec with one replica on each of these GPUs."""
     return replace(spec, gpus=tuple(map(GpuId, gpus)), parallelism=Parallelism(dp=len(gpus), ep=len(gpus)))
 
 
@@ -165,7 +166,7 @@ def names(engines: Iterable[DeployedInstance]) -> list[str]:
 
 
 class DeployerConformance:
-    """The tests that every deployer passes; see the module docstring."""
+    """The tests that every deployer must pass. The module's docstring describes how to use them."""
 
     cannot: Mapping[EngineBehaviour | str, str] = MappingProxyType({})
 

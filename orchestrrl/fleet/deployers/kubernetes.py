@@ -1,14 +1,14 @@
 """Run engines on Kubernetes: each engine as one Deployment, or as one LeaderWorkerSet if it spans several nodes.
 
-All state is in the cluster: the objects with a fleet's label are its engines, and annotations hold their specs.
-`kubernetes_objects.py` renders the objects, `kubernetes_view.py` reads them.
+All state is in the cluster. The objects with a fleet's label are its engines, and annotations hold their specs.
+`kubernetes_objects.py` renders the objects, and `kubernetes_view.py` reads them.
 
-An engine answers at the address of its pod, without a Service: a pod is never replaced by another (see
-kubernetes_objects), so a Service would only add an object that could be left behind.
+An engine is reached at the address of its pod, without a Service. A pod is never replaced by another pod (see
+`kubernetes_objects.py`), so a Service would only be one more object that could be left behind.
 
-GPU numbers of the fleet are not devices here: Kubernetes only counts a node's GPUs, and its device plugin selects the
-GPUs of each pod. The deployer ensures that no GPU serves two engines by comparing the fleet's own GPU numbers in the
-objects' annotations; every daemon of the fleet can see a start before its first process runs.
+The fleet's GPU numbers do not identify devices. Kubernetes only counts a node's GPUs, and its device plugin selects the
+GPUs of each pod. The deployer ensures that no GPU serves two engines by comparing the fleet's GPU numbers in the
+objects' annotations. Every daemon of the fleet can see a start before the engine's first process runs.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ NODES_KNOWN_POLLS = 10
 
 
 class KubernetesDeployer(FixedGpusDeployer):
-    """Deploys one fleet's engines in one namespace. The fleet's name identifies its engines."""
+    """Deploys one fleet's engines in one namespace. Labels with the fleet's name identify its engines."""
 
     keeps_gpus = "Kubernetes assigns them to a pod for its lifetime"
 
@@ -98,9 +98,9 @@ class KubernetesDeployer(FixedGpusDeployer):
     # Starting.
 
     async def _make(self, spec: EngineSpec, wanted: Object) -> None:
-        """Create the engine's object unless it exists. Raises Permanent if it exists with another spec, another engine
-        holds one of its GPUs, or its namespace or kind does not exist. Raises Retryable if the previous object is still
-        being removed."""
+        """Create the engine's object unless it exists. Raises Permanent if the object exists with another spec, another
+        engine holds one of the GPUs, or the object's namespace or kind does not exist. Raises Retryable if the previous
+        object of the engine is still being removed."""
         everyone = await self._view.all()
         name = wanted["metadata"]["name"]
         made, pods = everyone.pop(name, (None, []))
@@ -121,8 +121,11 @@ class KubernetesDeployer(FixedGpusDeployer):
 
     async def _bring_up(self, engine: EngineId) -> DeployedInstance:
         """Open the scheduling gates of the engine's first pods, and wait until all of their containers run or one has
-        ended. The caller limits the time for pulling images: if cancelled, the start continues in the cluster, and
-        `start` waits for it again."""
+        ended. If the engine cannot run, stop it and raise the error.
+
+        The caller limits the time for pulling images. If the caller cancels the call, the start continues in the
+        cluster, and the next call of `start` waits for it.
+        """
         with _begun(begun=True, what=f"starting engine {engine}"):
             up = await self._until_it_runs(engine)
         if isinstance(up, DeployedInstance):
@@ -133,8 +136,8 @@ class KubernetesDeployer(FixedGpusDeployer):
 
     async def _until_it_runs(self, engine: EngineId) -> DeployedInstance | Retryable | Permanent:
         """Wait until the engine runs or has ended, and return its state. Return the error Retryable, without raising
-        it, if its pods cannot be scheduled now. Return the error Permanent if they can never run. Raises Permanent if
-        the engine is stopped during the wait."""
+        it, if the engine's pods cannot be scheduled now. Return the error Permanent if the pods can never run. Raises
+        Permanent if the engine is stopped during the wait."""
         waiting_since_s: float | None = None
         while True:
             everyone = await self._view.all()
@@ -168,8 +171,9 @@ class KubernetesDeployer(FixedGpusDeployer):
         return Retryable(f"not enough resources for engine {engine}: {why}", self._options.schedule_within_s)
 
     async def _let_through(self, made: Object, pods: Sequence[Object]) -> None:
-        """Record the first pods once all of them exist, then open their scheduling gates: a pod that is not recorded
-        has never run. The caller polls again if the objects have changed in between."""
+        """Record the first pods once all of them exist, then open their scheduling gates. Therefore, a pod that is not
+        recorded has never run. If the objects have changed in between, nothing is changed, and the caller polls again.
+        """
         first = [pod for pod in pods if not reading.deleting(pod)]
         if reading.uids(made):
             await self._open_gates(made, pods)
@@ -192,8 +196,9 @@ class KubernetesDeployer(FixedGpusDeployer):
     # Stopping.
 
     async def _request_deletion(self, made: Object | None, pods: Sequence[Object], asked: set[str]) -> None:
-        """Delete the workload, which deletes its pods; delete the pods themselves if the workload does not exist.
-        Objects that are being deleted are skipped."""
+        """Delete the workload, which deletes its pods. If the workload does not exist, delete the pods themselves.
+        `asked` contains the uids of objects whose deletion was requested; these objects, and objects that are already
+        being deleted, are skipped."""
         goes = [(self._path_of(made), made)] if made is not None else []
         if made is None:
             goes = [(f"{self._pods}/{pod['metadata']['name']}", pod) for pod in pods]
@@ -240,7 +245,7 @@ class KubernetesDeployer(FixedGpusDeployer):
 
 @contextlib.contextmanager
 def _begun(begun: bool, what: str) -> Iterator[None]:
-    """Convert a Retryable error into OutcomeUnknown if a change has been requested, since the change may have been
+    """Convert a Retryable error into OutcomeUnknown if `begun` is True, because the requested change may have been
     made."""
     try:
         yield
@@ -249,7 +254,7 @@ def _begun(begun: bool, what: str) -> Iterator[None]:
 
 
 def _gpus_by_engine(everyone: Mapping[str, Found]) -> dict[EngineId, tuple[GpuId, ...]]:
-    """Return the GPUs of each engine, as recorded in the annotations of its workload, or of its pods if the workload is
-    gone."""
+    """Return the GPUs of each engine, as recorded in the annotations of its workload or, if the workload is gone, of
+    its pods."""
     engines = [objects.instance_of(made or pods[0]) for made, pods in everyone.values()]
     return {each.engine: each.gpus for each in engines}

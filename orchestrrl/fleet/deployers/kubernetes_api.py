@@ -1,4 +1,5 @@
-"""Send requests to a Kubernetes API server through the official client, and map its failures to errors.
+"""Send requests to a Kubernetes API server through the official client, and convert its failures to OrchestrRL's
+errors.
 
 Objects are dicts as in the API, not the client's models. Therefore, the client preserves and accepts fields that it
 does not define, such as those of a newer server or of a user's pod template. Tests check that the dicts fit the models.
@@ -27,11 +28,11 @@ READ_AGAIN_S = (0.1, 0.4)  # pauses between reads, e.g. while a server is replac
 
 
 class ResourceNotFound(Permanent):
-    """Raised for HTTP status 404: the object, or its kind, does not exist."""
+    """Raised for HTTP status 404, which means that the object or its kind does not exist."""
 
 
 class ResourceConflict(Permanent):
-    """Raised for HTTP status 409: the object exists already, or has changed since it was read."""
+    """Raised for HTTP status 409, which means that the object exists already or has changed since it was read."""
 
 
 class KubernetesApi:
@@ -45,8 +46,8 @@ class KubernetesApi:
         self._connecting = asyncio.Lock()
 
     async def get(self, path: str, query: Mapping[str, str] | None = None) -> Any:
-        """Return the object or list. Raises ResourceNotFound if it does not exist, and Retryable if the server cannot
-        be reached."""
+        """Return the object or list at this path. Raises ResourceNotFound if it does not exist, and Retryable if the
+        server cannot be reached after several attempts."""
         for pause_s in READ_AGAIN_S:
             try:
                 return json.loads(await self._request("GET", path, query))
@@ -58,18 +59,18 @@ class KubernetesApi:
         return (await self._request("GET", path, query)).decode(errors="replace")
 
     async def create(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Create an object and return it. The server refuses unknown fields. Raises ResourceConflict if its name is in
-        use."""
+        """Create an object and return it. The server refuses unknown fields. Raises ResourceConflict if an object of
+        the same name exists."""
         return json.loads(await self._request("POST", path, {"fieldValidation": "Strict"}, body))
 
     async def patch(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Apply a merge patch (RFC 7386) and return the object. If the patch contains a resourceVersion that is no
-        longer current, raises ResourceConflict."""
+        """Apply a merge patch (RFC 7386) and return the object. Raises ResourceConflict if the patch contains a
+        resourceVersion that is no longer current."""
         return json.loads(await self._request("PATCH", path, None, body, MERGE_PATCH))
 
     async def delete(self, path: str, body: Mapping[str, Any]) -> None:
-        """Request the deletion of an object. Dependent objects with finalizers remain until their finalizers have
-        run."""
+        """Request the deletion of an object. The object and its dependents may continue to exist until their finalizers
+        have run."""
         await self._request("DELETE", path, None, body)
 
     async def close(self) -> None:
@@ -138,8 +139,8 @@ class KubernetesApi:
 
 
 def _refusal(method: str, path: str, status: int, headers: Mapping[str, str], content: bytes) -> Exception:
-    """Return the exception for an answer with a status other than 2xx. The answer's Status object contains the server's
-    message."""
+    """Return the exception for a response with a status other than 2xx. If the response contains a Status object, the
+    exception has the message of this object."""
     try:
         status_object = json.loads(content)
     except ValueError:

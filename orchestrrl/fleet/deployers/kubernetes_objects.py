@@ -1,13 +1,13 @@
 """Render an engine's command lines as a Kubernetes object, a Deployment or a LeaderWorkerSet, without side effects.
 
-Each engine is one object, so that a start is one atomic request. An engine on one node is a Deployment of one pod; an
+Each engine is one object, so that a start is one atomic request. An engine on one node is a Deployment of one pod. An
 engine over several nodes is a LeaderWorkerSet of one group, whose leader serves requests.
 
 A pod runs only once. Kubernetes would restart a container that has ended, because a Deployment's pods allow no
 restartPolicy other than Always. It would also replace an evicted pod. The new container or pod would answer at the
-engine's address with outdated weights and without the requests of the old one. Therefore the first command of a
-container refuses to run twice in its pod, and a pod has a scheduling gate, which the deployer removes from the engine's
-first pods only.
+engine's address with outdated weights and without the requests of the old one. Therefore, the first command of a
+container refuses to run twice in its pod. In addition, a pod has a scheduling gate, which the deployer removes only
+from the engine's first pods.
 """
 
 import hashlib
@@ -119,15 +119,15 @@ _SPEC: TypeAdapter[EngineSpec] = TypeAdapter(EngineSpec)
 
 
 def name_of(*ids: str) -> str:
-    """Return a DNS label (RFC 1035) for arbitrary ids: a readable part of the last id, and a digest of all ids. The
-    label leaves room for the suffixes that Deployments and LeaderWorkerSets append."""
+    """Return a DNS label (RFC 1035) for arbitrary ids. It consists of a readable part of the last id and a digest of
+    all ids. The label leaves room for the suffixes that Deployments and LeaderWorkerSets append."""
     readable = re.sub(r"[^a-z0-9]+", "-", ids[-1].lower())[:20].strip("-")
     digest = hashlib.sha256("\0".join(ids).encode()).hexdigest()[:12]
     return "-".join(part for part in ("orl", readable, digest) if part)
 
 
 def selector(fleet: str) -> str:
-    """Return the label selector of all objects of a fleet."""
+    """Return the label selector that matches all objects of a fleet."""
     return f"{FLEET}={name_of(fleet)}"
 
 
@@ -193,8 +193,8 @@ def size_of(made: Mapping[str, Any]) -> int:
 
 
 def instance_of(made: Mapping[str, Any]) -> DeployedInstance:
-    """Return the engine that a workload's annotations describe. `spec` is None if `made` is a pod, whose annotations do
-    not contain it."""
+    """Return the engine that the annotations of a workload or pod describe. Its `spec` is None if the annotations
+    contain no valid spec, which is always the case for pods."""
     try:
         spec = _SPEC.validate_json(annotation(made, SPEC))
     except ValidationError:  # it was lost, or written by another version
@@ -212,8 +212,8 @@ def annotation(made: Mapping[str, Any], key: str) -> str:
 
 
 def merged_objects(under: Any, over: Any) -> Any:
-    """Return `under` and `over` merged; `over` takes precedence. Lists of named objects are merged by name. Other lists
-    are concatenated."""
+    """Return `under` and `over` merged. Where they conflict, `over` takes precedence. Lists of named objects are merged
+    by name. Other lists are concatenated."""
     if isinstance(under, dict) and isinstance(over, dict):
         return {**under, **{key: merged_objects(under[key], over[key]) if key in under else over[key] for key in over}}
     if isinstance(under, list) and isinstance(over, list):
@@ -229,8 +229,8 @@ def _name_in(each: Any) -> Any:
 
 
 def literal(word: str) -> str:
-    """Escape a word so that Kubernetes does not expand `$(NAME)` or replace `$$` by `$` in it. Only the variable of the
-    leader's address stays expandable."""
+    """Escape a word so that Kubernetes does not expand `$(NAME)` or replace `$$` by `$` in it. Only the variable that
+    contains the leader's address is still expanded."""
     return word.replace("$", "$$").replace("$" + LEADER, LEADER)
 
 
@@ -262,8 +262,8 @@ def _faults(
 def _container(
     place: int, lines: Sequence[CommandLine], spec: EngineSpec, launch: EngineLaunch, options: KubernetesOptions
 ) -> Object:
-    """Return the container that runs one engine process per pod, for the pods of these nodes. With several nodes, each
-    pod selects its command by its index."""
+    """Return the container that runs the engine process with index `place` of each pod. `lines` contains the process's
+    command line for each pod. If there are several, each pod selects its command line by the pod's index."""
     first, name = lines[0], "engine" if place == 0 else f"process-{place}"
     if len(lines) == 1:
         script, words = f'{_ONCE}exec "$@"', list(first.argv)

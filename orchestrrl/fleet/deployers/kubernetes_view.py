@@ -1,7 +1,7 @@
 """Read a fleet's objects in its cluster, and derive an engine's state from its workload, its pods and their nodes.
 
-A failure that Kubernetes would repair ends the engine here: requests and weights of the old process are lost, and only
-the daemon can determine which weights a new process needs. States and reasons are those of the pod lifecycle
+A failure that Kubernetes would repair ends the engine here. The requests and weights of the old process are lost, and
+only the daemon can determine which weights a new process needs. States and reasons are those of the pod lifecycle
 (https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/).
 """
 
@@ -42,8 +42,8 @@ class LogPlace:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadReading:
-    """The state of one engine. `running` is True if all of its containers run; otherwise `detail` gives the reason.
-    `no_room` is True if no node has enough resources."""
+    """The state of one engine. `running` is True if all of its containers run; otherwise, `detail` gives the reason.
+    `no_room` is True if no node has enough resources for one of its pods."""
 
     life: EngineLife
     detail: str = ""
@@ -54,7 +54,8 @@ class WorkloadReading:
 
 
 def read_life(made: Object | None, pods: Sequence[Object], answering: Mapping[str, bool]) -> WorkloadReading:
-    """Return the state of an engine. `answering` maps the name of each pod's node to whether the node answers."""
+    """Return the state of an engine. `made` is its workload, or None if the workload is gone. `answering` maps the name
+    of each pod's node to whether the node answers."""
     mine = list(pods) if made is None else let_through(made, pods)
     # The pod with the first name is a group's leader.
     leader = min(mine, key=lambda pod: (len(pod["metadata"]["name"]), pod["metadata"]["name"]), default={})
@@ -88,8 +89,8 @@ def gates(pod: Object) -> list[Object]:
 
 
 def cannot_be_made(made: Object) -> str:
-    """Return the reason why Kubernetes refuses to create the pods, e.g. a quota or a policy. Return an empty string if
-    it does not refuse."""
+    """Return the reason why Kubernetes refuses to create the pods of a workload, e.g. a quota or a policy. Return an
+    empty string if Kubernetes does not refuse."""
     for condition in made.get("status", {}).get("conditions") or []:
         if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
             return f"its pod is refused: {condition.get('message', condition.get('reason', ''))}"
@@ -103,7 +104,7 @@ def _node(pod: Object) -> str:
 def _ends(
     made: Object | None, pods: Sequence[Object], mine: Sequence[Object], answering: Mapping[str, bool]
 ) -> Iterator[WorkloadReading]:
-    """Yield the reasons why the engine can no longer serve, the most important first."""
+    """Yield a reading for each reason why the engine can no longer serve, the most important reason first."""
     lost = sorted(node for pod in pods if (node := _node(pod)) and not answering.get(node, True))
     if lost:
         yield WorkloadReading(EngineLife.UNKNOWN, f"node {', '.join(lost)} does not answer")
@@ -138,7 +139,7 @@ def _ends(
 
 def _containers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the status of each container and of each init container that has not succeeded. Init containers that have
-    succeeded are left out, since they end on purpose."""
+    succeeded are left out, because they are expected to end."""
     first = [
         each
         for each in status.get("initContainerStatuses") or []
@@ -148,7 +149,7 @@ def _containers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _waiting(pods: Iterable[Object]) -> Iterator[str]:
-    """Yield the reasons why containers do not run yet."""
+    """Yield the reasons why the containers of the pods do not run yet."""
     for pod in pods:
         name, status = pod["metadata"]["name"], pod.get("status", {})
         for condition in status.get("conditions") or []:
@@ -186,7 +187,7 @@ def pods_path(namespace: str) -> str:
 
 @dataclass(slots=True, eq=False)
 class FleetView:
-    """Reads the objects of one fleet. `nodes_known_s` is the number of seconds for which the state of a node is cached.
+    """Reads the objects of one fleet. `nodes_known_s` is the time, in seconds, for which the state of a node is cached.
     It should be far below the 40 s after which Kubernetes marks a node as lost. If it is None, nodes are not read."""
 
     _api: KubernetesApi
@@ -201,12 +202,12 @@ class FleetView:
     _nodes: dict[str, tuple[float, bool]] = field(default_factory=dict)  # when each was read, and whether it answers
 
     async def find(self, name: str) -> Found:
-        """Return the workload with this name and its pods."""
+        """Return the workload with this name and its pods. The workload is None if it does not exist."""
         return (await self.all()).get(name, (None, []))
 
     async def all(self) -> dict[str, Found]:
-        """Return each workload and its pods by the workload's name, as listed after the call began. Pods may exist
-        without their workload."""
+        """Return each workload and its pods, keyed by the workload's name, from a listing that began after this call.
+        Pods may exist without their workload."""
         begun = self._lists_begun
         async with self._listing:
             if self._listed[0] <= begun:  # otherwise another caller has listed them since this call
@@ -221,7 +222,8 @@ class FleetView:
         return dict(found)
 
     async def answering(self, pods: Sequence[Object]) -> dict[str, bool]:
-        """Return a mapping from the name of each pod's node to whether the node answers."""
+        """Return a mapping from the name of each pod's node to whether the node answers. It is empty if nodes are not
+        read."""
         if self._nodes_known_s is None:
             return {}
         names = sorted(set(map(_node, pods)) - {""})

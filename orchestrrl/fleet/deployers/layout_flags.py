@@ -2,8 +2,8 @@
 
 A layout maps to `--tensor-parallel-size`, `--pipeline-parallel-size`, `--data-parallel-size` and
 `--enable-expert-parallel` (vLLM spreads experts over all of an engine's TP x DP GPUs, or over none). An engine over
-several nodes has a process on each node. Only the first process serves the API; the flag `--headless` disables it in
-the other processes. The flags of each process follow vLLM's documentation on parallel serving and its
+several nodes has a process on each node. Only the first process serves the API; the flag `--headless` disables the API
+in the other processes. The flags of each process follow vLLM's documentation on parallel serving and its
 engine/arg_utils.py (0.32). vLLM's parser accepts all of these flags. Multi-node engines and AFD have not been tested
 with real engines.
 
@@ -29,7 +29,7 @@ ADDITIONAL = "--additional-config"
 
 
 def decided_for(group: "VllmProcesses") -> dict[str, str | None]:
-    """Return the flags of DECIDED that users may not change for this group. Each flag is mapped to vLLM's default."""
+    """Return the flags that users may not change for this group. Each flag is mapped to vLLM's default."""
     decided = dict(DECIDED)
     if len(group.parts) == 1:  # on one node Ray may place the replicas; elastic EP needs that
         del decided["--data-parallel-backend"]
@@ -55,7 +55,7 @@ class NodeProcesses(NamedTuple):
 
 
 class VllmProcesses(NamedTuple):
-    """Processes that make up one vLLM instance: a whole engine, or one side of an AFD engine."""
+    """The processes that make up one vLLM instance: a whole engine, or one side of an AFD engine."""
 
     parallelism: Parallelism
     parts: tuple[NodeProcesses, ...]
@@ -67,13 +67,13 @@ class VllmProcesses(NamedTuple):
 def groups(
     p: Parallelism, gpus: Sequence[GpuId], per_node: int, nodes: Sequence[str], first_port: int
 ) -> tuple[VllmProcesses, ...]:
-    """Return the vLLM instances of a layout; the first instance serves requests. If `gpus` is empty, return one
+    """Return the vLLM instances of a layout. The first instance serves requests. If `gpus` is empty, return one
     instance that is not bound to GPUs."""
     gpus, whole = sorted(gpus), (ProcessRole.SERVER, ProcessRole.NODE)
 
     def port_of(held: Sequence[GpuId]) -> int:
-        """Return the first port of the lowest GPU. A GPU belongs to one engine, so its ports also belong to only that
-        engine."""
+        """Return the first port of the lowest of these GPUs. A GPU belongs to one engine, so its ports also belong to
+        only that engine."""
         return first_port + PORTS_PER_GPU * (min(held, default=0) % per_node)
 
     if not p.afd:
@@ -118,7 +118,8 @@ def size_flags(p: Parallelism) -> dict[str, str]:
 
 
 def parallel_flags(group: VllmProcesses, place: int, nodes: Sequence[str]) -> dict[str, str]:
-    """Return the parallelism flags of a group's process on one of its nodes."""
+    """Return the parallelism flags of the process with index `place` in a group. `nodes` contains the addresses of all
+    nodes."""
     p, parts, flags = group.parallelism, group.parts, size_flags(group.parallelism)
     if group.afd is not None:
         flags["--enable-expert-parallel"] = SET
@@ -146,8 +147,8 @@ def parallel_flags(group: VllmProcesses, place: int, nodes: Sequence[str]) -> di
 def additional_config(
     afd: Mapping[str, object], given: Sequence[VllmArgument]
 ) -> tuple[str, list[VllmArgument], list[str]]:
-    """Return three values: the AFD plugin's settings merged into the user's `--additional-config`, the user's other
-    arguments, and faults."""
+    """Return three values: the user's `--additional-config` with the AFD plugin's settings merged into it, the user's
+    other arguments, and the faults."""
     others: list[VllmArgument] = []
     faults: list[str] = []
     merged: dict[str, object] = {}

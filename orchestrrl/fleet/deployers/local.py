@@ -1,8 +1,8 @@
 """Run engines as processes on this machine that outlive the daemon.
 
-The deployer keeps no state in memory: records on disk hold the intended state, and the machine's processes show the
-actual state (local_machine.py). Each change runs from start to end in one thread that holds the fleet's lock. No other
-call, cancelled caller or second daemon of the fleet can interfere with it.
+The deployer keeps no state in memory. Records on disk hold the intended state, and the machine's processes show the
+actual state (see `local_machine.py`). Each change runs from start to end in one thread that holds the fleet's lock. No
+other call, cancelled caller or second daemon of the fleet can interfere with it.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class LocalOptions(Section):
 @dataclass(frozen=True, slots=True)
 class _Seen:
     """The record and processes of an engine. `record` is None if neither its file nor the environment of a process
-    contains one."""
+    contains a record."""
 
     engine: EngineId
     record: EngineRecord | None
@@ -52,7 +52,7 @@ class _Seen:
 
     @property
     def leaders(self) -> list[FoundProcess]:
-        """Return the living processes that were spawned for the engine."""
+        """The living processes that were spawned for the engine."""
         if self.record is None or not self.record.leaders:
             return [found for found in self.found if found.leads]
         return [found for found in self.found if any(found.is_same(leader) for leader in self.record.leaders)]
@@ -63,16 +63,15 @@ class _Seen:
 
     @property
     def cut_short(self) -> bool:
-        """Return whether the engine's start or stop was interrupted because the daemon process that carried it out
-        ended."""
+        """True if the engine's start or stop was interrupted because the daemon process that carried it out ended."""
         if self.record is None:
             return False
         return self.record.stopping or not (self.record.leaders or self.whole)
 
 
 async def _until_ended(work: Callable[..., T], *arguments: Any) -> T:
-    """Run `work` in a thread and wait until it has ended, even if the caller is cancelled: the thread would continue,
-    and the next scan of the fleet would miss its changes."""
+    """Run `work` in a thread and wait until it has ended, even if the caller is cancelled. If the wait ended earlier,
+    the thread would continue, and the next scan of the fleet would miss its changes."""
     working = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
     try:
         return await asyncio.shield(working)
@@ -140,8 +139,8 @@ class LocalDeployer:
 
     @property
     def can_scale(self) -> bool:
-        """Return whether engines can be scaled. Simulated engines can be scaled. A vLLM server can be scaled only if
-        Ray places its replicas, which was never tested because it needs GPUs."""
+        """True if engines can be scaled. Simulated engines can always be scaled. A vLLM server can be scaled only if
+        Ray places its replicas; this case has not been tested, because it needs GPUs."""
         words = self._launch.arguments
         by_ray = ("--data-parallel-backend", "ray") in pairwise(words) or "--data-parallel-backend=ray" in words
         return self._launch.engine is EngineProduct.SIMULATED or by_ray
@@ -150,7 +149,7 @@ class LocalDeployer:
         return await _until_ended(self._scale, spec)
 
     async def close(self) -> None:
-        """Do nothing: no resources are held."""
+        """Do nothing, because the deployer holds no resources."""
 
     # The methods below run in threads.
 
@@ -181,8 +180,8 @@ class LocalDeployer:
         base.check_free(spec.engine, spec.gpus, {each.spec.engine: each.spec.gpus for each in records})
 
     def _clear(self, held: _Seen) -> None:
-        """Kill the processes that an interrupted start or stop has left. Raises Retryable if they do not end within
-        FORCE_S."""
+        """Kill the processes that an interrupted start or stop has left. Raises Retryable if the processes do not end
+        within FORCE_S seconds."""
         deadline_s = time.monotonic() + FORCE_S
         found = held.found
         while found:
@@ -194,8 +193,9 @@ class LocalDeployer:
                 raise Retryable(f"engine {held.engine}: its remaining processes did not end after SIGKILL", FORCE_S)
 
     def _exit_status(self, leader: tuple[int, float]) -> int | None:
-        """Return the exit status of a child process of this process, or None if it runs or is not a child. The status
-        is collected once and kept, because the process id may be reused later."""
+        """Return the exit status of a child process, identified by its id and creation time. Return None if the process
+        still runs or is not a child of this process. The status is collected once and kept, because the process id may
+        be reused later."""
         if leader not in self._exits and (status := local_machine.exit_status(leader[0])) is not None:
             self._exits[leader] = status
         return self._exits.get(leader)
@@ -225,7 +225,8 @@ class LocalDeployer:
         return _Seen(record.spec.engine, record, tuple(found))
 
     def _signal(self, engine: EngineId, number: signal.Signals) -> tuple[FoundProcess, ...]:
-        """Signal all remaining processes of an engine and return them. If none remain, remove the engine's record."""
+        """Signal all remaining processes of an engine and return them. The engine's record is marked as stopping. If no
+        processes remain, the record is removed."""
         with self._records.alone():
             held = self._scan().get(engine)
             if held is None:
@@ -284,8 +285,8 @@ class LocalDeployer:
 
     @property
     def _fleet(self) -> str:
-        """Return the value that marks this fleet's processes. It contains the folder, which distinguishes fleets of the
-        same name."""
+        """The value that marks this fleet's processes. It contains the folder, which distinguishes fleets of the same
+        name."""
         return f"{self._identity.name} in {os.path.realpath(self._identity.folder)}"
 
     def _processes_of(self, engine: EngineId) -> tuple[FoundProcess, ...]:

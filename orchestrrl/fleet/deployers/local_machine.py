@@ -1,9 +1,9 @@
-"""Manage the records, logs and processes on this machine of the engines that `local.py` starts.
+"""Manage the records, logs and processes of the engines that `local.py` starts on this machine.
 
 Each record is replaced atomically and synced to disk, so that a daemon that is killed leaves either the old or the new
-record. Processes outlive the daemon and are found without a record. They are identified by a variable in their
+record. Processes outlive the daemon and can be found without a record. They are identified by a variable in their
 environment, which child processes inherit. A process that has overwritten its environment is identified by the log file
-that it writes to. vLLM's workers do so, because they use setproctitle.
+that it writes to. vLLM's workers overwrite their environment, because they use setproctitle.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _LOG_NAME = re.compile(r"(.+)\.log(?:\.\d+)?(?: \(deleted\))?")
 
 @dataclass(frozen=True, slots=True)
 class EngineRecord:
-    """The record of one engine. `spec` is as requested; the port in `url` may differ from the port in `spec`."""
+    """The record of one engine. `spec` is the requested spec; the port in `url` may differ from the port in `spec`."""
 
     spec: EngineSpec
     url: str
@@ -57,8 +57,8 @@ class EngineRecords:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold the lock that excludes changes of the fleet by other threads and processes. The system releases it if
-        the holding process ends."""
+        """Hold the lock that prevents other threads and processes from changing the fleet. The system releases the lock
+        if the holding process ends."""
         self._folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -69,7 +69,7 @@ class EngineRecords:
 
     def read(self) -> dict[EngineId, EngineRecord]:
         """Return all readable records by engine. A record that cannot be read is treated as lost; the engine's
-        processes are found without it."""
+        processes can be found without it."""
         records = map(_read, sorted(self._folder.glob("*.json")))
         return {record.spec.engine: record for record in records if record is not None}
 
@@ -113,8 +113,9 @@ def _read(path: Path) -> EngineRecord | None:
 
 
 class EngineLogs:
-    """Log files in `folder/logs`, one per engine and start. `ENGINE.log` is the log of the latest start. The logs of
-    earlier starts are `ENGINE.log.1`, `ENGINE.log.2` and so on."""
+    """The log files in `folder/logs`, one per engine and start. `ENGINE.log` is the log of the latest start. The logs
+    of earlier starts are `ENGINE.log.1`, `ENGINE.log.2` and so on. `kept` is the number of earlier logs to keep per
+    engine."""
 
     def __init__(self, folder: Path, kept: int) -> None:
         self._folder = folder / "logs"
@@ -135,7 +136,7 @@ class EngineLogs:
         return current
 
     def engine_of(self, output: str) -> EngineId | None:
-        """Return the engine whose log has this absolute path, or None if no log has it."""
+        """Return the engine whose log has the absolute path `output`, or None if the path is not that of a log."""
         folder, _, name = output.rpartition("/")
         match = _LOG_NAME.fullmatch(name)
         if match is None or folder != os.path.realpath(self._folder):
@@ -152,8 +153,8 @@ class EngineLogs:
 
 @dataclass(frozen=True, slots=True)
 class FoundProcess:
-    """A process of an engine. `record` is the engine's record at the process's start, or None if the environment was
-    overwritten."""
+    """A process of an engine. `record` is the engine's record at the time when the process started, or None if the
+    process has overwritten its environment."""
 
     process: psutil.Process
     identity: tuple[int, float]  # its id and creation time
@@ -161,19 +162,21 @@ class FoundProcess:
     record: EngineRecord | None
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to this process only. Does nothing if it has ended, even if another process has its id now."""
+        """Send a signal to this process only. Does nothing if the process has ended, even if another process has its id
+        now."""
         with contextlib.suppress(psutil.NoSuchProcess):
             self.process.send_signal(number)
 
     def is_same(self, leader: tuple[int, float]) -> bool:
-        """Return whether this is the recorded process, and not a later process with the same id."""
+        """Return whether this is the process with the id and creation time of `leader`, and not a later process with
+        the same id."""
         return self.identity[0] == leader[0] and abs(self.identity[1] - leader[1]) <= CREATED_WITHIN_S
 
 
 def spawn(line: CommandLine, fleet: str, record: EngineRecord, log: Path, port_holder: int) -> tuple[int, float]:
     """Start a process in a new session, and return its id and its creation time in seconds since the epoch. The process
     inherits the descriptor `port_holder`, which reserves the port while the process lives. Raises OSError if the
-    program does not exist."""
+    program cannot be started."""
     mark = json.dumps({"fleet": fleet, "record": _RECORD.dump_python(record, mode="json")})
     with log.open("ab") as output:
         pid = os.posix_spawnp(
@@ -194,8 +197,8 @@ def spawn(line: CommandLine, fleet: str, record: EngineRecord, log: Path, port_h
 
 
 def find_processes(fleet: str, logs: EngineLogs) -> dict[EngineId, list[FoundProcess]]:
-    """Return all processes of a fleet's engines. The function inspects every process of the machine, except processes
-    of other users."""
+    """Return all processes of a fleet's engines. The function inspects every process of the machine, except this
+    process and processes of other users."""
     engines: dict[EngineId, list[FoundProcess]] = {}
     for pid in psutil.pids():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, OSError):
@@ -206,7 +209,7 @@ def find_processes(fleet: str, logs: EngineLogs) -> dict[EngineId, list[FoundPro
 
 
 def is_alive(leader: tuple[int, float]) -> bool:
-    """Return whether the recorded process is alive. A zombie process is not alive."""
+    """Return whether the process with the id and creation time of `leader` is alive. A zombie process is not alive."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(leader[0])
         there = abs(process.create_time() - leader[1]) <= CREATED_WITHIN_S
@@ -215,8 +218,8 @@ def is_alive(leader: tuple[int, float]) -> bool:
 
 
 def exit_status(pid: int) -> int | None:
-    """Reap a child process and return its exit status. Return None if it has not ended or is not a child of this
-    process."""
+    """Reap a child process and return its exit status. Return None if the process has not ended or is not a child of
+    this process."""
     try:
         ended, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
@@ -243,8 +246,8 @@ def _marked(process: psutil.Process, fleet: str) -> EngineRecord | None:
 
 
 def _writes_to(pid: int, logs: EngineLogs) -> EngineId | None:
-    """Return the engine whose log the process writes to, or None. The function requires a system that lists open files
-    (Linux)."""
+    """Return the engine whose log the process writes to, or None if there is none. The function requires a system that
+    lists open files in `/proc` (Linux)."""
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):
             engine = logs.engine_of(os.readlink(f"/proc/{pid}/fd/{descriptor}"))

@@ -1,4 +1,4 @@
-"""Reserve an engine's port and read the end of its log, on its machine.
+"""Reserve an engine's port and read the end of its log, on the engine's machine.
 
 The module imports only the standard library, because it is sent to Ray's workers, where OrchestrRL may not be
 installed.
@@ -15,12 +15,12 @@ TAIL_BYTES = 16_384
 
 
 def hold_port(host: str, tries: Sequence[tuple[int, bool]]) -> socket.socket:
-    """Return a socket bound to the first free port of `tries`. The socket never listens: it prevents other programs
+    """Return a socket bound to the first free port of `tries`. The socket never listens. It prevents other programs
     from binding the port, while a server that sets SO_REUSEADDR, as vLLM does, still can. Port 0 means any free port.
     Raises OSError if no port is free.
 
-    The flag of a port determines whether it is bound with SO_REUSEADDR. Without SO_REUSEADDR only one holder can bind
-    the port, but a port with recently closed connections (TIME_WAIT) is refused.
+    The flag of each port in `tries` determines whether the port is bound with SO_REUSEADDR. Without SO_REUSEADDR, only
+    one holder can bind the port, but a port with recently closed connections (TIME_WAIT) is refused.
     """
     for port, reuse in tries[:-1]:
         with suppress(OSError):
@@ -29,8 +29,8 @@ def hold_port(host: str, tries: Sequence[tuple[int, bool]]) -> socket.socket:
 
 
 def log_tail(path: Path, begin: int = 0) -> str:
-    """Return the last lines of the file that were written after byte `begin`. Raises OSError if the file cannot be
-    read."""
+    """Return at most the last `TAIL_LINES` lines of the file, excluding its first `begin` bytes. Raises OSError if the
+    file cannot be read."""
     with path.open("rb") as log:
         log.seek(max(begin, log.seek(0, os.SEEK_END) - TAIL_BYTES))
         return "\n".join(log.read().decode(errors="replace").splitlines()[-TAIL_LINES:])

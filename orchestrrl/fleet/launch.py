@@ -1,5 +1,5 @@
-"""Derive the start specification of each engine, and the deployer, from `fleet.launch`, `fleet.deployer` and the
-layouts of the configuration, and report faults in these sections.
+"""Derive the deployer and the start specification of each engine from `fleet.launch`, `fleet.deployer` and the layouts
+of the engine configurations. Report faults in these sections of the configuration file.
 
 The command lines themselves are rendered in `fleet/deployers/command_line.py`.
 """
@@ -73,8 +73,8 @@ def spec_of(
 
 
 def configured_engines(fleet: FleetSettings) -> list[EngineSpec]:
-    """Return a spec for each engine that the configuration lists, on the port of its URL. Raises ProblemFaults if an
-    engine has no configuration or no GPUs."""
+    """Return a start specification for each entry of `fleet.engines`, with the port of the entry's URL. Raises
+    ProblemFaults if an entry has no configuration or no GPUs."""
     specs, faults = [], []
     for place, engine in enumerate(fleet.engines):
         if engine.configuration is None:
@@ -95,8 +95,8 @@ def configured_engines(fleet: FleetSettings) -> list[EngineSpec]:
 def filled(
     fleet: FleetSettings, configuration: ConfigurationId, gpus: Iterable[GpuId] | None = None
 ) -> list[EngineSpec]:
-    """Return specs of engines of one configuration: one engine on `gpus`, or, if `gpus` is None, as many engines as fit
-    on the fleet's GPUs. Raises ProblemFaults if none fits or `fleet.gpus` is missing."""
+    """Return start specifications of engines with this configuration. If `gpus` is None, return as many as fit on the
+    fleet's GPUs, otherwise one engine on `gpus`. Raises ProblemFaults if no engine fits or `fleet.gpus` is missing."""
     layout = fleet.layouts().get(configuration)
     if gpus is not None or layout is None:
         groups = [tuple(gpus or ())]
@@ -113,8 +113,9 @@ def filled(
 
 
 def launch_faults(fleet: Mapping[Any, Any], known: Iterable[str]) -> list[str]:
-    """Return the contradictions between `fleet.launch` and the other settings of the fleet section. `fleet` is the
-    section as read from the file, before validation."""
+    """Return the faults of `fleet.launch`, such as contradictions between it and the other settings of the fleet
+    section. `fleet` is the section as read from the configuration file, before validation. `known` are the ids of the
+    engine configurations."""
     section = fleet.get("launch")
     if not isinstance(section, dict):
         return []
@@ -143,8 +144,8 @@ def launch_faults(fleet: Mapping[Any, Any], known: Iterable[str]) -> list[str]:
 
 
 def deployer_faults(fleet: dict[Any, Any]) -> list[str]:
-    """Return the contradictions between `fleet.deployer` and the other settings of the fleet section. `fleet` is the
-    section as read from the file, before validation."""
+    """Return the faults of `fleet.deployer`, such as contradictions between it and the other settings of the fleet
+    section. `fleet` is the section as read from the configuration file, before validation."""
     section = fleet.get("deployer")
     if not isinstance(section, dict):
         return []
@@ -179,8 +180,8 @@ def deployer_of(config: Config, clock: Clock) -> Deployer | None:
 
 
 def start_faults(config: Config) -> list[str]:
-    """Return the faults that prevent the listed configurations from starting. Configurations from a profile are not
-    checked: not all of them need to be startable."""
+    """Return the faults that prevent engines of the configurations in `fleet.configurations` from starting.
+    Configurations from a profile are not checked, because not all of them need to be startable."""
     fleet = config.fleet
     if fleet.deployer is None or fleet.launch is None:
         return []

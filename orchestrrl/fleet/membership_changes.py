@@ -1,8 +1,8 @@
 """Add, drain and remove engines on an operator's order while the daemon runs.
 
 Each change is checked, written to the journal, and sent to the gateways at once. The requests of a leaving engine are
-moved in rounds, by the same path as any other move, until no movable request is left. The rounds include requests that
-a gateway sent before it received the change, and continue drains that an earlier daemon began.
+moved in rounds, in the same way as all other moves, until no movable request is left. The rounds include requests that
+a gateway sent to the engine before it received the change. They also continue drains that an earlier daemon began.
 """
 
 import asyncio
@@ -42,10 +42,11 @@ _EngineIds = Annotated[frozenset[EngineId], PlainSerializer(sorted)]  # sorted i
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """The engines that operators added, drained or removed, kept across restarts and reloads.
+    """The engines that operators added, drained or removed.
 
-    Each `with_` method returns a new value and is idempotent. An engine is in at most one of `added` and `removed`, and
-    is never both removed and draining.
+    The membership is kept when the daemon restarts or reloads its configuration. Each `with_` method returns a new
+    value and is idempotent. An engine is in at most one of `added` and `removed`, and is never both removed and
+    draining.
     """
 
     added: tuple[EngineFacts, ...] = ()  # by id; these override the configuration's
@@ -63,18 +64,19 @@ class Membership:
             raise ValueError(f"leaving engines must be draining, got {sorted(self.leaving - self.draining)}")
 
     def with_added(self, facts: EngineFacts) -> "Membership":
-        """Add the engine and let it accept requests."""
+        """Return the membership with this engine added and accepting requests."""
         others = [other for other in self.added if other.id != facts.id]
         taking = self.with_undrained(facts.id).with_readmitted(facts.id)
         return replace(taking, added=tuple(sorted([*others, facts], key=lambda one: one.id)))
 
     def with_readmitted(self, engine: EngineId) -> "Membership":
-        """Undo the removal of an engine: the configuration's entry for it applies again."""
+        """Return the membership without the removal of this engine. The configuration's entry for the engine then
+        applies again."""
         return replace(self, removed=tuple(other for other in self.removed if other != engine))
 
     def with_drained(self, engine: EngineId, move: bool = False) -> "Membership":
-        """Stop new requests to the engine. With `move`, also move its requests to other engines. A later call without
-        `move` does not cancel these moves."""
+        """Return the membership in which the engine gets no new requests. If `move` is True, the engine's requests are
+        also moved to other engines. A later call without `move` does not cancel these moves."""
         leaving = self.leaving | {engine} if move else self.leaving
         return replace(self, draining=self.draining | {engine}, leaving=leaving)
 
@@ -119,7 +121,7 @@ class EngineRemoval:
 
 @dataclass(frozen=True, slots=True)
 class _Rest:
-    """A pause in the moves of one request: no further move is ordered before `until_s`."""
+    """A pause in the moves of one request. No further move of the request is ordered before `until_s`."""
 
     until_s: float
     refusals: int = 0
@@ -132,8 +134,8 @@ class _Rest:
 
 @dataclass(slots=True, eq=False)
 class MembershipChanges:
-    """The current membership. The constructor recovers it from the journal; `tick` moves requests off leaving
-    engines."""
+    """The current membership and the changes that operators make to it. The constructor recovers the membership from
+    the journal. `tick` moves requests off leaving engines."""
 
     _config: Config
     _state: FleetState
@@ -159,7 +161,7 @@ class MembershipChanges:
 
     def add(self, new: EngineFacts, reason: str = "") -> None:
         """Add an engine and send the changed routes to every gateway. To readmit a removed engine that the
-        configuration lists, its id is enough. Raises ProblemFaults with all faults of the request."""
+        configuration lists, set only the id in `new`. Raises ProblemFaults with all faults of `new`."""
         configured = any(facts.id == new.id for facts in engine_facts(self._config))
         if configured and new.id in self.membership.removed and new == EngineFacts(new.id, ""):
             self._change("add", new.id, self.membership.with_readmitted(new.id), reason)
@@ -173,22 +175,23 @@ class MembershipChanges:
         self._change("add", new.id, self.membership.with_added(facts), reason)
 
     def drain(self, engine: EngineId, move: bool = False, reason: str = "") -> None:
-        """Stop new requests to the engine. With `move`, also move its requests elsewhere, round by round. Raises
+        """Stop new requests to the engine. If `move` is True, also move its requests to other engines in rounds. Raises
         ProblemFaults if the engine is unknown."""
         self._require_known(engine)
         self._change_names("drain", engine, lambda membership, name: membership.with_drained(name, move), reason)
 
     def undrain(self, engine: EngineId, reason: str = "") -> None:
-        """End the drain of an engine: it accepts requests again. Raises ProblemFaults if the engine is unknown."""
+        """End the drain of an engine, so that it accepts requests again. Raises ProblemFaults if the engine is
+        unknown."""
         self._require_known(engine)
         self._change_names("undrain", engine, Membership.with_undrained, reason)
 
     async def remove(self, engine: EngineId, force: bool = False, reason: str = "") -> EngineRemoval:
-        """Remove an engine from the fleet, even if agents still report it. Requests that still run on the engine
-        finish, since their gateway keeps the connection.
+        """Remove an engine from the fleet, even if agents still report it. Requests that still run on the engine finish
+        there, because their gateway keeps the connection.
 
-        Raises Permanent if the engine has requests and `force` is False. With `force`, movable requests are moved
-        first; raises Permanent if the pause barrier is closed.
+        Raises ProblemFaults if the engine is unknown, and Permanent if the engine has requests and `force` is False. If
+        `force` is True, movable requests are moved first, which raises Permanent if the pause barrier is closed.
         """
         self._require_known(engine)
         there = self._requests_on(engine)
@@ -206,8 +209,8 @@ class MembershipChanges:
     def _change_names(
         self, change: str, engine: EngineId, step: Callable[[Membership, EngineId], Membership], reason: str
     ) -> None:
-        """Apply the change to the engine's id and to its aliases, which only nodes use. An alias becomes the id of a
-        separate engine once no other name refers to the engine."""
+        """Apply `step` to the engine's id and to its aliases, which only nodes use. Aliases are included because an
+        alias becomes the id of a separate engine once no other name refers to the engine."""
         names, membership = self._state.names(self._clock.now_s()), self.membership
         others = {id for _, id in names.others.get(engine, ())}
         for name in [engine, *sorted(id for id in others if names.is_other(id) and id not in membership.removed)]:

@@ -10,7 +10,7 @@ from planner.model import EngineHealth, EngineId, MoveMethod, RequestId, Request
 
 @dataclass(frozen=True, slots=True)
 class MovedRequest:
-    """A completed move and its result, for display."""
+    """A completed move of a request, with its result."""
 
     ended_s: float
     move: RequestMove
@@ -19,7 +19,7 @@ class MovedRequest:
 
 def checked_move(snapshot: Snapshot, request: RequestId, to_engine: EngineId) -> RequestMove:
     """Return the move that an operator orders. Raises ProblemFaults if an id is unknown, and Permanent if the request
-    must not move."""
+    cannot move or the engine cannot accept it."""
     found = next((view for view in snapshot.requests if view.id == request), None)
     engines = {engine.id: engine for engine in snapshot.engines}
     faults = []
@@ -47,7 +47,7 @@ def checked_move(snapshot: Snapshot, request: RequestId, to_engine: EngineId) ->
 def moved_requests(
     at_s: float, moves: Iterable[RequestMove], items: Iterable[OperationItemResult]
 ) -> list[MovedRequest]:
-    """Return the moves that were carried out, with their results."""
+    """Return the moves that were carried out, with their results in `items`. `at_s` is the time at which they ended."""
     by_id = {item.id: item for item in items}
     return [
         MovedRequest(at_s, move, by_id[move.request])
@@ -58,8 +58,8 @@ def moved_requests(
 
 def fixed_parts(moved: Iterable[MovedRequest]) -> list[tuple[MoveMethod, float]]:
     """Return the method of each move and the fixed part of its duration in seconds, i.e. the duration without the
-    predicted part that grows with the context. Skips moves without a prediction or a duration, and moves whose actual
-    method differs from the ordered method."""
+    predicted part that grows with the context. Moves without a prediction or a duration are skipped, as are moves whose
+    actual method differs from the ordered method."""
     return [
         (each.move.method, each.item.duration_s - (each.move.predicted_s - each.move.fixed_s))
         for each in moved

@@ -55,8 +55,8 @@ class PauseRequest:
     weights_change: bool = False  # the holder changes weights: if the lease expires, versions are unknown
 
     def lease(self, id: str, now_s: float) -> PauseLease:
-        """Return the lease, which lasts at least until the deadline. Raises ProblemFaults if a duration is out of
-        range."""
+        """Return a lease that begins at `now_s` and lasts at least until the deadline. Raises ProblemFaults if a
+        duration is out of range."""
         faults = _seconds_faults("lease_s", self.lease_s) + _seconds_faults("deadline_s", self.deadline_s)
         if faults:
             raise ProblemFaults(faults)
@@ -68,7 +68,7 @@ class PauseRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineAtRest:
-    """The result for one engine of the latest closing or opening of the pause barrier."""
+    """The result of the latest closing or opening of the pause barrier for one engine."""
 
     engine: EngineId
     done: bool
@@ -77,8 +77,8 @@ class EngineAtRest:
 
 
 class PauseBarrier:
-    """The fleet's pause barrier. It calls `changed` when the weight versions in routes change or engines may be used
-    again. It calls `restarted` for an engine that has lost its weights."""
+    """The fleet's pause barrier. It calls `changed` if weight versions have changed or requests were resumed, so that
+    the routes are sent again. It calls `restarted` for an engine that has lost its weights."""
 
     def __init__(
         self,
@@ -131,8 +131,8 @@ class PauseBarrier:
         return self._paused_s + (self._clock.now_s() - lease.began_s if lease else 0.0)
 
     def still_s(self, from_s: float, to_s: float) -> float:
-        """Return the number of seconds between `from_s` and `to_s` in which the fleet was at rest. Only remembered
-        leases are taken into account."""
+        """Return the time, in seconds, during which the fleet was at rest between `from_s` and `to_s`. Only the most
+        recent leases are taken into account."""
         spans = [*self._still]
         if self._still_since_s is not None:
             spans.append((self._still_since_s, to_s))
@@ -145,7 +145,8 @@ class PauseBarrier:
         return {node: reports.get(node) for node in self._nodes.gateways()}
 
     def rests(self) -> list[EngineAtRest]:
-        """Return the state of every engine, sorted by id."""
+        """Return the result of the latest closing or opening of the barrier for every engine, sorted by engine id.
+        While the barrier is open, engines without the fleet's weights are not `done`."""
         state = self.state
         rests = []
         for engine in sorted(self._engines()):
@@ -172,8 +173,8 @@ class PauseBarrier:
     # --- actions
 
     def recover(self) -> None:
-        """Restore the barrier from the journal. A pause that had not completed is abandoned, since its caller is
-        gone."""
+        """Restore the barrier from the journal. A pause that had not completed is abandoned, because the caller that
+        requested it is gone."""
         state = self._journal.newest(EntryKind.BARRIER, lambda body: PAUSE_STATE.validate_python(body["state"]))
         if state is not None:
             self._fleet.weights = state
@@ -191,7 +192,7 @@ class PauseBarrier:
             self._unheard = opened
 
     async def settle(self) -> None:
-        """Finish the pauses that an earlier daemon left open."""
+        """Complete or undo the pauses that an earlier daemon left unfinished."""
         for left in self._log.left_open(lambda entry: LEASE.validate_python(entry.body["lease"])):
             await FleetPause(left.intent, self, self._log, self._clock).resume(left.steps)
 
@@ -223,9 +224,9 @@ class PauseBarrier:
         return self._fleet.weights
 
     async def renew(self, lease_id: str, lease_s: float) -> PauseState:
-        """Extend the lease on every gateway to `lease_s` from now. Raises ProblemFaults if an argument is invalid,
-        Permanent if the lease has ended, and Retryable if a gateway did not confirm; such a gateway opens at the
-        previous end of the lease."""
+        """Extend the lease on every gateway to `lease_s` seconds from now, where 0 selects the default. Raises
+        ProblemFaults if an argument is invalid, and Permanent if the lease has ended. Raises Retryable if a gateway did
+        not confirm the extension. That gateway opens at the previous end of the lease."""
         faults = _seconds_faults("lease_s", lease_s)
         if not lease_id:
             faults.append(f"lease_id: must not be empty, got {lease_id!r}")
@@ -254,9 +255,12 @@ class PauseBarrier:
         reason: str = "",
         weights_source: str = "",
     ) -> PauseState:
-        """Open the barrier. Raises ProblemFaults if an engine is unknown, and Permanent if the lease has ended. A
-        repeated identical call returns the same state. A gateway that does not answer opens later and is named in the
-        release's detail."""
+        """Open the barrier. The arguments have the same meaning as in `PauseState.resumed`. A repeated identical call
+        returns the same state. A gateway that does not respond opens later and is named in `opened.detail` of the
+        result.
+
+        Raises ProblemFaults if an engine is unknown, and Permanent if the lease has ended.
+        """
         state, engines = self.state, self._engines()
         if faults := _engine_faults("without_engine_ids", without, engines):
             raise ProblemFaults(faults)
@@ -299,8 +303,9 @@ class PauseBarrier:
         return self._fleet.weights.newest
 
     def attaching(self, node: NodeId) -> None:
-        """Withdraw a gateway's unanswered orders to close for ended leases before they are sent to it again, since they
-        would keep it closed. Order the gateway to open for those leases, unless the barrier is quiet."""
+        """Withdraw a gateway's unanswered orders to close for leases that have ended. Otherwise the orders would be
+        sent again when the gateway attaches, and would keep it closed. Order the gateway to open for those leases,
+        unless the barrier is quiet."""
         state = self.state
         for lease in self._orders.withdraw_closes(node, but=state.lease):
             if not state.quiet:
@@ -318,7 +323,7 @@ class PauseBarrier:
                 self._pausing.attached(node, order)
 
     def detached(self, node: NodeId) -> None:
-        """Abort a pause in progress: a detached gateway cannot report that its engines are at rest."""
+        """Abort a pause in progress, because a detached gateway cannot report that its engines are at rest."""
         self._break_off(f"gateway {node} detached")
 
     def reported(self, node: NodeId, report: BarrierReport) -> None:
@@ -331,8 +336,8 @@ class PauseBarrier:
             self._orders.open(node, opened)
 
     def sampled(self, engine: EngineId, sample: EngineSample) -> None:
-        """Mark the weights of an engine as unknown if its token counter decreased, because the engine was restarted and
-        has lost them."""
+        """Mark the weights of an engine as unknown if its token counter decreased. A decrease shows that the engine was
+        restarted and has lost its weights."""
         before = self._generated.get(engine, 0)
         self._generated[engine] = sample.generation_tokens_total
         if sample.generation_tokens_total >= before:
@@ -375,7 +380,8 @@ class PauseBarrier:
         self._take(self.state.at_rest(lease.id), "quiet")
 
     async def abandon(self, lease: PauseLease, because: str) -> None:
-        """End the lease, unless it has ended already, and wait until gateways have resumed requests."""
+        """End the lease, unless it has ended already. Wait, for a limited time, until gateways have resumed
+        requests."""
         if self._fleet.weights.lease is not None and self._fleet.weights.lease.id == lease.id:
             logger.warning("barrier: %s: %s", lease, because)
             self._take(self._fleet.weights.abandoned(lease.id, self._clock.now_s(), because), "gave_up")
@@ -388,7 +394,8 @@ class PauseBarrier:
         return [engine.id for engine in self._fleet.engines(self._clock.now_s())]
 
     def _away(self, lease_id: str) -> list[NodeId]:
-        """Return gateways that closed for this lease and are not attached, so that their state is unknown."""
+        """Return the gateways that closed for this lease and are not attached, so that their present state is
+        unknown."""
         now_s, attached = self._clock.now_s(), self._nodes.gateways()
         return [
             node

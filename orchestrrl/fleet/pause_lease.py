@@ -1,8 +1,8 @@
 """The daemon's state of the pause barrier for weight updates: one lease at a time, and the weight version of each
 engine. The functions have no side effects.
 
-Requests are paused while a lease lasts. A lease ends when its holder resumes the fleet, or when the lease expires.
-fleet/pause_barrier.py sends the orders to gateways.
+Requests are paused while a lease lasts. A lease ends when its holder resumes the fleet, when the fleet does not come to
+rest, or when the lease expires. fleet/pause_barrier.py sends the orders to gateways.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -55,7 +55,7 @@ class LeaseEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LastRelease:
-    """The end of the latest lease, which is sent to gateways that have missed it."""
+    """The end of a lease. Gateways receive it as an order to open the barrier."""
 
     lease: str
     at_s: float
@@ -137,10 +137,10 @@ class PauseState:
         reason: str = "",
         weights_source: str = "",
     ) -> "PauseState":
-        """Return the state after the holder resumed.
+        """Return the state after the holder has resumed the fleet.
 
-        `engines` are all engines of the fleet. `policy_version` is the version of all engines except `without`. If it
-        is None, no engine received other weights, and engines that were excluded before remain excluded.
+        `engines` are all engines of the fleet. `policy_version` is the weight version of all engines except `without`.
+        If it is None, no engine received other weights, and engines that were excluded before remain excluded.
         `weights_source` is the location of the engines' present weights, with or without a new version.
         """
         lease = self.require_lease(lease_id)
@@ -163,9 +163,9 @@ class PauseState:
         return self._open(LastRelease(lease.id, now_s, LeaseEnd.GAVE_UP, detail))
 
     def with_versions(self, engines: Iterable[EngineId], policy_version: int, weights_source: str = "") -> "PauseState":
-        """Return the state after these engines got weights of `policy_version`. It becomes the fleet's version if no
-        serving engine has the present version; engines with other versions then get no requests. `weights_source` is
-        kept only for the fleet's version."""
+        """Return the state after these engines got weights of `policy_version`. If no serving engine has the fleet's
+        present version, `policy_version` becomes the fleet's version. Engines with other versions then get no requests.
+        `weights_source` is kept only if `policy_version` is the fleet's version."""
         now = frozenset(engines)
         versions = dict(sorted({**self.versions, **dict.fromkeys(now, policy_version)}.items()))
         left_out = tuple(engine for engine in self.left_out if engine not in now)
@@ -175,8 +175,8 @@ class PauseState:
         return replace(self, versions=versions, left_out=left_out, newest=newest, newest_source=source)
 
     def forgotten(self, engines: Collection[EngineId]) -> "PauseState":
-        """Return the state without the weight versions of these engines, which were restarted or replaced, so that
-        their weights are unknown."""
+        """Return the state without the weight versions of these engines. Their weights are unknown because they were
+        restarted, replaced or stopped."""
         versions = {engine: version for engine, version in self.versions.items() if engine not in engines}
         left_out = tuple(engine for engine in self.left_out if engine not in engines or self.newest is None)
         return replace(self, versions=versions, left_out=left_out)
@@ -186,7 +186,8 @@ class PauseState:
         return engine not in self.left_out and self.versions.get(engine) == self.newest
 
     def require_lease(self, lease_id: str) -> PauseLease:
-        """Return the current lease if it has this id; an empty id matches any lease. Raises Permanent otherwise."""
+        """Return the current lease if it has this id. An empty id matches any lease. Raises Permanent if the current
+        lease has another id, or if there is no current lease."""
         if self.lease is not None and lease_id in ("", self.lease.id):
             return self.lease
         if not lease_id:

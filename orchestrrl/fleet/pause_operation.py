@@ -1,6 +1,6 @@
 """Pause the fleet as an operation: its steps, and how they are undone.
 
-The operation ends with every gateway's engines at rest for the duration of a lease, or with requests continuing as
+When the operation ends, either every gateway's engines are at rest for the duration of a lease, or requests continue as
 before. core/operation.py runs, journals and resumes the steps; pause_lease.py defines the lease.
 """
 
@@ -38,7 +38,7 @@ Order = asyncio.Task[OperationResult]
 
 @dataclass(slots=True, eq=False)
 class PauseOrders:
-    """Sends orders of the pause barrier to gateways. Callers need not wait for the answers."""
+    """Sends orders of the pause barrier to gateways. Callers need not wait for the gateways' responses."""
 
     _runner: OperationRunner
     _nodes: NodeRegistry
@@ -57,7 +57,8 @@ class PauseOrders:
         return {node: self.open(node, opened) for node in self._nodes.gateways()}
 
     def withdraw_closes(self, node: NodeId, *, but: PauseLease | None) -> list[str]:
-        """Withdraw a gateway's unanswered orders to close for leases other than `but`, and return those leases."""
+        """Withdraw a gateway's unanswered orders to close for leases other than `but`. Return the ids of those
+        leases."""
         leases = []
         for each in self._runner.open_on(node):
             action = each.order.action
@@ -67,7 +68,7 @@ class PauseOrders:
         return leases
 
     def opening(self, node: NodeId) -> bool:
-        """Return whether an order to open that was sent to this gateway has no answer yet."""
+        """Return whether an order to open was sent to the gateway and is still unanswered."""
         return any(isinstance(each.order.action, OpenBarrier) for each in self._runner.open_on(node))
 
     def _order(self, node: NodeId, action: Action, valid_for_s: float) -> Order:
@@ -112,8 +113,8 @@ class FleetPause(Description[PauseStep]):
         return f"pause {self.lease.id} of {self.lease.holder or 'an unnamed holder'}"
 
     async def run(self) -> None:
-        """Bring the fleet to rest. Raises Retryable if the fleet does not come to rest by the lease's deadline;
-        requests then continue."""
+        """Bring the fleet to rest. Raises Retryable if the fleet does not come to rest by the lease's deadline.
+        Requests then continue."""
         await self._operation.run()
         failure = self._operation.failure
         if failure is not None and self._is_held():  # it did not begin: the journal write failed
@@ -125,12 +126,14 @@ class FleetPause(Description[PauseStep]):
             raise self._not_at_rest(failure.why)
 
     async def resume(self, steps: Sequence[JournalEntry]) -> None:
-        """Finish a pause that an earlier daemon left open; no caller waits for it."""
+        """Complete or undo a pause that an earlier daemon left unfinished. `steps` are the journal entries of its
+        steps. No caller waits for this pause."""
         await self._operation.resume(steps)
         self._end()
 
     def attached(self, node: NodeId, order: Order) -> None:
-        """Add the order to close that was sent to a gateway that attached during the operation."""
+        """Include in the operation a gateway that attached after the operation began. `order` is the order to close
+        that was sent to the gateway."""
         self._orders[node] = order
         self._late.set()
 
@@ -192,7 +195,8 @@ class FleetPause(Description[PauseStep]):
         return lease is not None and lease.id == self.lease.id
 
     async def _all_closed(self) -> list[OperationResult]:
-        """Return the results of all gateways. Raises Retryable as soon as one gateway cannot come to rest."""
+        """Order all gateways to close, and return their results. Raises Retryable as soon as one gateway fails to come
+        to rest, or if the deadline passes."""
         self._orders.update(self._acts.close_all())
         left_s = self.lease.quiet_by_s + ANSWER_S - self._clock.now_s()
         try:

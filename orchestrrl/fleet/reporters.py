@@ -1,14 +1,14 @@
-"""Decide which sender's reports are used if several senders report the same subject, e.g. two agents report one engine.
-This module performs no I/O.
+"""Decide which sender's reports are used if several senders report the same subject, for example if two agents report
+one engine. This module performs no I/O.
 
 One sender at a time is the leader, and only the leader's reports are used. The leader is replaced when its stream ends,
-when it has sent nothing for TAKEOVER_S, or when it could not read its subject for TAKEOVER_S and another sender can.
-The reports that are used therefore arrive within seconds of each other, even if senders start or stop.
+when it has sent nothing for TAKEOVER_S, or when it could not read its subject for TAKEOVER_S and another sender can
+read it. The reports that are used therefore arrive within seconds of each other, even if senders start or stop.
 
 A sender is one process, identified by its incarnation, and its reports are ordered by (stream, sequence). Two senders
-without an incarnation cannot be distinguished from one sender that has attached again: each stream is then treated as a
-separate sender. The newest stream becomes the leader at once. A few late reports of an older stream do not make it the
-leader again.
+without an incarnation cannot be distinguished from one sender that has attached again. Each stream is then treated as a
+separate sender, and the newest stream becomes the leader at once. A few late reports of an older stream do not make
+that stream the leader again.
 """
 
 from collections.abc import Hashable
@@ -45,8 +45,8 @@ class Reporters:
     def admit(
         self, name: str, incarnation: str, stream: int, sequence: int, now_s: float, readable: bool = True
     ) -> bool:
-        """Return whether a report is used. It is used if it is newer than its sender's previous reports, and its sender
-        is the leader or becomes the leader now."""
+        """Return whether a report is used. A report is used if it is newer than its sender's previous reports, and if
+        the sender is the leader or becomes the leader now. `readable` is whether the sender could read its subject."""
         key = (name, incarnation or stream)
         sender = self._senders.get(key)
         if sender is None:
@@ -78,8 +78,8 @@ class Reporters:
                 sender.ended = True
 
     def side_by_side(self, now_s: float) -> tuple[str, ...]:
-        """Return the names of the senders that report at the same time, the leader first. Return an empty tuple if
-        fewer than two senders report."""
+        """Return the names of the senders that report the subject at the same time, the leader first. Return an empty
+        tuple if fewer than two senders report it."""
         if len(self._senders) < 2:
             return ()
         there = [s for s in self._senders.values() if not s.ended and now_s - s.last_report_s <= REPORTING_S]

@@ -113,7 +113,7 @@ class GatewayReport:
 
 @dataclass(frozen=True, slots=True)
 class ReportAck:
-    """An acknowledgement that the daemon has processed every report of this stream up to `sequence`."""
+    """An acknowledgement that the daemon has processed every report of a stream up to `sequence`."""
 
     sequence: int
     generation: int  # of the daemon: grows at each of its starts

@@ -1,7 +1,7 @@
 """Count the finished answers of each request group over all gateways, without I/O.
 
-A gateway cancels the redundant requests of a group whose samples it serves alone; only the daemon can detect that a
-group spread over several gateways has enough answers.
+A gateway cancels the redundant requests of a group whose samples it serves alone. If a group is spread over several
+gateways, only the daemon can detect that it has enough answers.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,8 @@ class FinishedGroups:
         self._enough: dict[str, None] = {}
 
     def count(self, finished: Iterable[FinishedRequest]) -> None:
-        """Add finished answers to the counts of their groups. The caller must pass each answer only once."""
+        """Add the usable answers in `finished` to the counts of their groups. The caller must pass each answer only
+        once."""
         for answer in finished:
             if not answer.group or not answer.group_enough or answer.finish_reason not in USABLE:
                 continue
@@ -35,7 +36,7 @@ class FinishedGroups:
         keep_newest(self._finished, GROUPS_REMEMBERED)
 
     def take(self) -> frozenset[str]:
-        """Return the groups that have enough answers and received an answer since the last call."""
+        """Return the groups that have enough answers and have received at least one answer since the last call."""
         taken, self._enough = frozenset(self._enough), {}
         return taken
 
@@ -46,7 +47,7 @@ class FinishedGroups:
 
 
 def keep_newest(entries: dict[Any, Any], most: int) -> None:
-    """Delete the oldest entries beyond `most`. They are deleted in one batch, because finding the first key of a
-    dictionary passes over every deleted key before it."""
+    """Delete the oldest entries, so that at most `most` entries remain. They are deleted in one batch, because finding
+    the first key of a dictionary passes over every deleted key before it."""
     for key in list(islice(entries, max(0, len(entries) - most))):
         del entries[key]

@@ -43,7 +43,8 @@ class _Pace:
 
 @dataclass(slots=True, eq=False)
 class RoutingTable:
-    """The current routes. They are written to the journal when anything other than the load changes."""
+    """The current routes to all engines. The routes are written to the journal when anything other than the load
+    changes."""
 
     _config: Config
     _state: FleetState
@@ -106,7 +107,7 @@ class RoutingTable:
 
     def accepts(self, engine: EngineView) -> bool:
         """Return whether requests may go to the engine. The health of an engine without an agent is not considered
-        here: its gateways check it."""
+        here, because gateways check it."""
         well = engine.health is EngineHealth.OK or not self._state.reported(engine.id)
         changing = engine.id in self.draining or engine.id in self.expected
         return well and not (engine.draining or engine.outdated or changing)
@@ -117,8 +118,8 @@ class RoutingTable:
                 pace.sending.cancel()
 
     def send(self, engines: Sequence[EngineView]) -> None:
-        """Send the routes to every attached gateway whose routes differ. Send unchanged routes again after half the
-        expiry time of an order, since a busy gateway refuses expired orders."""
+        """Send the routes to every attached gateway that last received other routes. Unchanged routes are sent again
+        after half the expiry time of an order, because a busy gateway may have refused an order that expired."""
         gateways = self._nodes.gateways()
         now_s = self._clock.now_s()
         expected = self._still_expected(self.expected, now_s)
@@ -155,15 +156,15 @@ class RoutingTable:
         return {engine: until_s for engine, until_s in expected.items() if until_s > now_s}
 
     def kv_versions(self, engines: Iterable[EngineView]) -> dict[EngineId, str]:
-        """Return the KV version of each engine, which includes its policy version. The KV version is empty if the
-        engine cannot transfer KV. Engines with the same KV version can transfer KV to each other."""
+        """Return the KV version of each engine, which includes its policy version. Engines with the same KV version can
+        transfer KV cache to each other. The KV version is empty if the engine cannot transfer KV cache."""
         return {
             engine.id: f"{kv}@{engine.policy_version}" if (kv := self._kv_version(engine)) else "" for engine in engines
         }
 
     def _kv_version(self, engine: EngineView) -> str:
-        """Return a key shared by engines of the same configuration and weights, between which KV can be transferred, or
-        an empty string if the engine cannot transfer KV."""
+        """Return a key shared by engines of the same configuration and weights, between which KV cache can be
+        transferred. Return an empty string if the engine cannot transfer KV cache."""
         links = self._config.fleet.kv_transfer
         if links is None or links.connector is None or engine.configuration is None:
             return ""
@@ -200,6 +201,6 @@ def _written(body: Mapping[str, Any]) -> tuple[dict[EngineId, str], dict[EngineI
 
 
 def _report_failure(sending: asyncio.Task[None]) -> None:
-    """Log a failed send. The fast loop's next tick sends the same routes, and handles a repeated failure."""
+    """Log a failed send of the routes. The fast loop's next tick sends the same routes again."""
     if not sending.cancelled() and (error := sending.exception()) is not None:
         logger.error("cannot send the routes: %s", error)

@@ -1,13 +1,15 @@
-"""Find engines that have several names by grouping the ids that nodes use by server. This module performs no I/O.
+"""Find engines that have several names: group, by server, the ids that nodes use for engines. This module performs no
+I/O.
 
 The configuration, agents and gateways each choose their own ids for engines. The same id always refers to the same
 engine. Two different ids refer to the same engine if either of these matches:
 
-- the server's own identity, which agents and gateways read from it (engines/vllm_info.py); - the address in their URLs,
-if both belong to one host or the address means the same on every host, and no identities contradict it. A loopback
-address alone does not identify a server, since every host has the same loopback addresses.
+- the server's own identity, which agents and gateways read from it (engines/vllm_info.py);
+- the address in their URLs, if both belong to one host or the address means the same on every host, and no identities
+  contradict it.
 
-If this is uncertain, two ids remain two engines.
+A loopback address alone does not identify a server, since every host has the same loopback addresses. If it is
+uncertain whether two ids refer to the same engine, they remain two engines.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,7 +26,7 @@ SETTLE_S = 120.0
 
 @dataclass(slots=True)
 class ServerClaim:
-    """One id that a source uses, and the source's report on the server with this id."""
+    """One id that a source uses for an engine, and what the source reports about the engine's server."""
 
     source: NodeId
     engine: EngineId
@@ -43,7 +45,7 @@ class ServerClaim:
         return self.known_as or self.engine
 
     def follow(self, url: str, host: str, server: str, known_as: EngineId | None, now_s: float) -> bool:
-        """Update the claim to the source's latest report and return whether anything changed. If no identity could be
+        """Update the claim with the source's latest report and return whether anything changed. If no identity could be
         read and the URL is unchanged, the previous identity is kept."""
         server = server or (self.server if url == self.url else "")
         if (url, host, server, known_as) == (self.url, self.host, self.server, self.known_as):
@@ -60,7 +62,7 @@ class ServerClaim:
 
 @dataclass(frozen=True, slots=True)
 class ServerNames:
-    """A mapping from each id that a source uses to its engine."""
+    """The mapping from the ids that each source uses to engines."""
 
     engines: frozenset[EngineId] = frozenset()  # ids that are kept
     # Only ids that differ from the source's own.
@@ -97,8 +99,8 @@ class _Engine:
 
 
 def find_names(claims: Iterable[ServerClaim], now_s: float) -> ServerNames:
-    """Group the claims by server. The canonical id of a server is the id of the lowest rank or, within a rank, the id
-    that was claimed first."""
+    """Group the claims by server and return the engine of each id. The canonical id of a server is the claimed id of
+    the lowest rank or, within a rank, the id that was claimed first."""
     engines: dict[EngineId, _Engine] = {}
     at: dict[tuple[ServerAddress, str], _Engine] = {}
     by_identity: dict[str, _Engine] = {}
@@ -124,8 +126,8 @@ def find_names(claims: Iterable[ServerClaim], now_s: float) -> ServerNames:
 
 
 def _place(claim: ServerClaim) -> tuple[ServerAddress, str] | None:
-    """Return the server's address and its host. The host is empty unless the address is a loopback address. Returns
-    None if the URL has no usable address, or the host of a loopback address is unknown."""
+    """Return the server's address and host. The host is empty unless the address is a loopback address. Return None if
+    the URL has no usable address, or if the host of a loopback address is unknown."""
     address = server_address(claim.url)
     if address is None or (address.local and not claim.host):
         return None
@@ -138,7 +140,7 @@ def _linked(
     at: Mapping[tuple[ServerAddress, str], _Engine],
     by_identity: Mapping[str, _Engine],
 ) -> _Engine | None:
-    """Return the engine with the same server identity or the same place, or None if there is none."""
+    """Return the engine with the same server identity or the same place, or None if no engine matches."""
     for identity in sorted(identities):
         engine = by_identity.get(identity)
         if engine is not None and not _apart(place, engine):
@@ -150,8 +152,8 @@ def _linked(
 
 
 def _apart(place: tuple[ServerAddress, str] | None, engine: _Engine) -> bool:
-    """Return whether `place` is a loopback address on the engine's host with a different port. It is then another
-    server, even if the identities are equal."""
+    """Return whether `place` is a loopback address on the engine's host with a different port. Such an address belongs
+    to another server, even if the identities are equal."""
     if place is None or not place[1]:
         return False
     others = [address for address, host in engine.addresses if host == place[1]]
@@ -159,8 +161,9 @@ def _apart(place: tuple[ServerAddress, str] | None, engine: _Engine) -> bool:
 
 
 def _extends(engine: _Engine, claim: ServerClaim, identities: frozenset[str]) -> bool:
-    """Return whether a claim that shares only the id with the engine may add facts about its server. It may do so if no
-    address of the server is known yet, or if it is the first agent's claim. It may not if both have identities."""
+    """Return whether a claim that shares only the id with the engine may add facts about the engine's server. It may do
+    so if no address of the server is known yet, or if it is the first agent's claim. It may not do so if the claim and
+    the engine both have identities."""
     if engine.identities and identities:
         return False
     return not engine.addresses or (claim.rank == 1 and not engine.has_agent)

@@ -9,16 +9,16 @@ A report that was sent at `sent` (sender clock) and received at `received` (daem
 `ack_sent` (daemon clock) and that arrived at `ack_received` (sender clock) bounds it from above: `offset <=
 ack_received - ack_sent`. Both bounds hold for any network delay, and each widens with the drift of the two clocks.
 
-If acknowledgements are echoed, the upper bound is used: the age is then never too small. It is too large by at most the
-delays of the quickest acknowledgement and the quickest report. The first report of such a sender may have been queued
-and cannot be dated; it waits for the next report, which has an echo. For a sender that echoes no acknowledgement for
-UNDATED_S, or does not stamp its reports, only the lower bound is used, which its quickest report determines. The age is
-then too small by that report's delay. A first report that was queued is treated as fresh until a quicker report
-arrives.
+If the sender echoes acknowledgements, the upper bound is used: the age is then never too small. It is too large by at
+most the delays of the quickest acknowledgement and the quickest report. The first report of such a sender may have been
+queued and cannot be dated, because only later reports contain an echo. If a sender echoes no acknowledgement for
+UNDATED_S, or sends no timestamps with its reports, only the lower bound is used, which its quickest report determines.
+The age is then too small by that report's delay. A first report that was queued is treated as fresh until a quicker
+report arrives.
 
-If a clock is set to another time, the bounds contradict each other and the earlier bounds are dropped. For a sender
-that echoes no acknowledgements, a clock that is set back looks like a queue; its bounds are dropped after it has
-reported for BUCKETS * BUCKET_S.
+If a clock is set to another time, the bounds contradict each other and the earlier bounds are dropped. If a sender
+echoes no acknowledgements and its clock is set back, its reports cannot be distinguished from queued reports. Its
+earlier bounds are then dropped after it has reported for BUCKETS * BUCKET_S.
 """
 
 import math
@@ -51,7 +51,7 @@ class _Bounds:
 
 @dataclass(slots=True)
 class SenderClock:
-    """An estimate of one sender's clock, from its reports."""
+    """An estimate of the offset of one sender's clock, derived from the sender's reports."""
 
     _buckets: list[_Bounds] = field(default_factory=list)
     first_s: float | None = None  # its first and its latest report, in the daemon's time
@@ -60,8 +60,8 @@ class SenderClock:
     def taken_s(self, sampled_s: float, times: SendTimes, received_s: float) -> float | None:
         """Return when a sample was taken, in the daemon's time and at most `received_s`, and update the estimate.
 
-        `sampled_s` is by the sender's clock; if it is 0 or not finite, the time of receipt is returned. None means that
-        the time cannot be determined before the next report.
+        `sampled_s` is the time of the sample by the sender's clock. If it is 0 or not finite, the time of receipt is
+        returned. The result is None if the time cannot be determined before the next report.
         """
         self.last_report_s = received_s
         self.first_s = received_s if self.first_s is None else self.first_s

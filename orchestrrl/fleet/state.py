@@ -94,7 +94,8 @@ class GenerationStep:
 
 @dataclass(slots=True)
 class TokenTotals:
-    """The numbers of finished and moved requests, and of their tokens, since the daemon's start."""
+    """Counts since the daemon's start: finished requests, moves, and the tokens that were recomputed or loaded for
+    moves."""
 
     finished: int = 0
     moves_done: int = 0
@@ -130,7 +131,7 @@ class _GatewayRecord:
 
 class FleetState:
     """The reported state of the fleet. A node or engine that has not reported for `forget_after_s` is left out of
-    snapshots; but an engine that is configured, or that another node names, remains with health GONE."""
+    snapshots. However, an engine that is configured, or that another node names, remains with health GONE."""
 
     def __init__(
         self,
@@ -139,8 +140,8 @@ class FleetState:
         capacity: LimitSettings | None = None,
         host: str = "",
     ) -> None:
-        """`host` is the host to which loopback addresses in the configuration refer, as returned by
-        addresses.host_id."""
+        """Create a state without reports. `host` is the host to which loopback addresses in the configuration file
+        refer, as returned by addresses.host_id."""
         self._capacity = capacity or LimitSettings()
         self._facts = {fact.id: fact for fact in facts}
         self._host = host
@@ -209,13 +210,14 @@ class FleetState:
         self._named_s = float("-inf")
 
     def remember_engine(self, engine: EngineId, url: str, at_s: float) -> None:
-        """Add an engine that the routes of an earlier daemon contain. It is dropped if no agent reports it for
+        """Add an engine that the routes of an earlier daemon contain. The engine is dropped if no agent reports it for
         `forget_after_s`."""
         record = self._engines.setdefault(engine, _EngineRecord())
         record.remembered_url, record.received_s = url, max(record.received_s, at_s)
 
     def fold_hello(self, hello: NodeHello, received_s: float) -> None:
-        """Record a node's hello message. A gateway's hello lists its engines before its first report."""
+        """Record a node's hello message. The hello message of a gateway lists its engines before its first report
+        arrives."""
         self._hosts[hello.node] = hello.host
         keep_newest(self._hosts, HOSTS_REMEMBERED)
         if hello.kind is not NodeKind.GATEWAY:
@@ -234,7 +236,7 @@ class FleetState:
 
     def fold_engine(self, report: EngineReport, received_s: float, stream: int = 0) -> bool:
         """Apply an agent's report to the state, unless a report at least as new has been applied or another agent's
-        reports count. Return whether it was applied.
+        reports are used instead. Return whether the report was applied.
 
         The report must have the engine id that `named` returns.
         """
@@ -274,7 +276,7 @@ class FleetState:
 
     def fold_gateway(self, report: GatewayReport, received_s: float, stream: int = 0) -> list[EngineFailovers]:
         """Apply a gateway's report to the state, unless a report at least as new has been applied. Return the failovers
-        that were not counted before.
+        in the report that were not counted before.
 
         Finished requests and failovers are counted once per gateway, even if they arrive in a late report.
         """
@@ -343,8 +345,8 @@ class FleetState:
         return max(holders)[1] if holders else None
 
     def gateways_of_groups(self, groups: frozenset[str]) -> dict[NodeId, tuple[str, ...]]:
-        """Return a mapping from each gateway to the groups among `groups` of which it had requests in flight at its
-        last report. Gateways without such requests are left out."""
+        """Return, for each gateway, the groups in `groups` that had requests in flight at the gateway's last report.
+        Gateways without requests of these groups are left out."""
         found: dict[NodeId, tuple[str, ...]] = {}
         for node, record in self._gateways.items():
             there = {request.group for request in record.in_flight} & groups
@@ -358,7 +360,7 @@ class FleetState:
         return {node: record.barrier for node, record in self._gateways.items() if record.reported_s is not None}
 
     def last_report_s(self, node: NodeId) -> float | None:
-        """Return the time of the node's latest report, or None if it has not reported."""
+        """Return the time of the latest report of an agent or gateway, or None if it has not reported."""
         gateway = self._gateways.get(node)
         if gateway and gateway.reported_s is not None:
             return gateway.reported_s
@@ -430,8 +432,8 @@ class FleetState:
             raise LimitReached(fault)
 
     def _overfull(self, new: frozenset[EngineId], gateway: NodeId | None) -> str:
-        """Return an error message that names the limit that these additions exceed, or an empty string if they exceed
-        none."""
+        """Return an error message about the limit that would be exceeded with these new engines and this gateway.
+        Return an empty string if no limit would be exceeded."""
         capacity = self._capacity
         if gateway is not None and len(self._gateways.keys() | {gateway}) > capacity.gateways:
             limit = f"at most {capacity.gateways} gateways can be registered (limits.gateways)"
@@ -455,7 +457,8 @@ class FleetState:
     # --- names and senders
 
     def names(self, now_s: float) -> ServerNames:
-        """Return the mapping from the ids that each node uses to engines."""
+        """Return the mapping from the ids that each node uses to engines. The mapping is derived again if any id has
+        changed or the mapping is older than NAMES_LAST_S."""
         if now_s - self._named_s > NAMES_LAST_S:
             self._named_s = now_s
             live = self._live_gateways(now_s)
@@ -472,9 +475,10 @@ class FleetState:
         return self._names
 
     def named(self, report: EngineReport, received_s: float) -> EngineReport:
-        """Return the report with the engine's canonical id and its capabilities. An agent reports capabilities once,
-        perhaps before the engine's other names were known. A new id is treated as a separate engine until the next call
-        of `names`, so that a starting fleet does not compare all ids with each other for each report."""
+        """Return the report with the engine's canonical id and its capabilities. The capabilities are added because an
+        agent reports them only once, perhaps before the engine's other names were known. A new id is treated as a
+        separate engine until the next call of `names`, so that a starting fleet does not compare all ids with each
+        other for each report."""
         claim = self._claim(report.agent, report.engine, 1)
         claim.last_report_s = received_s
         claim.capabilities = report.capabilities or claim.capabilities
@@ -518,8 +522,8 @@ class FleetState:
         return own if own is not None and self._names.engine(gateway, own) == engine else engine
 
     def urls_for(self, gateway: NodeId, engines: Iterable[EngineView]) -> dict[EngineId, str]:
-        """Return the URLs that the gateway's own command line gives for engines whose reported URL is a loopback
-        address on another host, which the gateway cannot reach. Other engines are left out."""
+        """Return the URLs on the gateway's own command line for engines whose reported URL is a loopback address on
+        another host, which the gateway cannot reach. Other engines are left out."""
         own = {
             self._names.engine(gateway, claim.engine): claim
             for claim in self._claims.values()
@@ -539,8 +543,8 @@ class FleetState:
         return urls
 
     def reported_by(self, engine: EngineId, now_s: float) -> tuple[str, ...]:
-        """Return the agents that report the engine at the same time, first the agent whose reports count. Return an
-        empty tuple if fewer than two agents report it."""
+        """Return the agents that report the engine at the same time, starting with the agent whose reports are used.
+        Return an empty tuple if fewer than two agents report it."""
         record = self._engines.get(engine)
         return () if record is None else record.reporters.side_by_side(now_s)
 
@@ -653,10 +657,10 @@ class FleetState:
         return self._with_preempted(tuple(reported), now_s)
 
     def _with_preempted(self, requests: tuple[RequestView, ...], now_s: float) -> tuple[RequestView, ...]:
-        """Return the requests, with the state WAITING for requests that their engine has preempted. To its gateway a
-        preempted request looks like a slow running request; the engine counts it as waiting. If an engine counts more
-        waiting requests than the gateways do, the excess is assigned to the requests that have been quiet for longest,
-        excluding requests that have produced a token since the engine's last sample."""
+        """Return the requests, with the state WAITING for requests that their engine has preempted. A gateway cannot
+        distinguish a preempted request from a slow running request, but the engine counts it as waiting. If an engine
+        counts more waiting requests than the gateways do, the excess is assigned to the requests that have been quiet
+        for longest. Requests that have produced a token since the engine's last sample are excluded."""
         excess = Counter(
             {e: r.sample.waiting for e, r in self._engines.items() if r.sample is not None and r.sample.waiting}
         )
@@ -703,8 +707,8 @@ class FleetState:
         )
 
     def _health(self, record: _EngineRecord, now_s: float) -> tuple[EngineHealth, str]:
-        """Return the health from the agent's latest report, or GONE if that report is older than `forget_after_s`.
-        Otherwise decisions for other engines would wait forever for telemetry from a failed host."""
+        """Return the health from the agent's latest report, or GONE if no report has arrived for `forget_after_s`.
+        Without this limit, decisions for other engines would wait forever for telemetry from a failed host."""
         if record.report is None:
             return EngineHealth.GONE, "no agent has reported the engine yet"
         if now_s - record.received_s > self._forget_after_s:

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 class EngineAttempt:
-    """One attempt of a request on one engine. When the attempt is created, the record has already been added to
-    `backend`."""
+    """One attempt of a request on one engine. The caller must have added the record to `backend` before it creates the
+    attempt."""
 
     def __init__(self, record: RequestRecord, backend: EngineBackend, fleet: EngineBackends) -> None:
         self._record = record
@@ -36,7 +36,8 @@ class EngineAttempt:
         self.left = left_by(record, backend, fleet)  # the KV that remains when the attempt is cut
 
     async def decide_form(self) -> None:
-        """Decide whether the engine receives the unchanged body, and whether the request must stay on this engine."""
+        """Decide whether the engine receives the request body unchanged, and whether the request must stay on this
+        engine."""
         record, backend = self._record, self._backend
         may_be_whole = not record.streaming and not record.delivered
         if may_be_whole and not record.relayed_because and backend.capabilities is None:
@@ -85,7 +86,8 @@ class EngineAttempt:
         )
 
     def _kv_fields(self, move: MoveInProgress | None) -> Mapping[str, Any]:
-        """Return the body fields that name the KV entry to save and the KV entry to load."""
+        """Return the body fields that name the KV cache entries to save and to load. The result is empty if there are
+        none."""
         left, load = self.left, None if move is None else move.load
         if move is None or load is None or left is None or load.version != left.version:
             return saving(left.version, left.entry) if left is not None else {}
@@ -93,7 +95,7 @@ class EngineAttempt:
 
     async def run(self, request: GenerationRequest, on_chunk: Callable[[Chunk], None]) -> bool:
         """Append chunks to the record until the answer ends, and return True. `on_chunk` is called with each chunk.
-        Returns False if the engine aborted the request or the answer must start over.
+        Return False if the engine aborted the request or the answer must start over.
 
         Raises the errors of the engine's client if the engine fails, and OutcomeUnknown if the stream ends without a
         finish_reason.
@@ -140,7 +142,8 @@ class EngineAttempt:
         raise OutcomeUnknown(f"{backend.id}: the stream of {request.request_id} ended without a finish_reason")
 
     def step_s(self) -> float:
-        """Return the mean seconds per token after the first chunk; 0 if there are no later tokens."""
+        """Return the mean time per token after the first chunk, in seconds, or 0 if no tokens followed the first
+        chunk."""
         if self._began is None:
             return 0.0
         began_s, tokens_then = self._began
@@ -148,7 +151,9 @@ class EngineAttempt:
         return (self._record.progressed_s - began_s) / made if made > 0 else 0.0
 
     def _joined(self, chunk: Chunk) -> Chunk:
-        """Return the chunk without the fields that describe only the last part of a continued answer."""
+        """Return the chunk without the fields that describe only the last part of a continued answer. If such a field
+        cannot be left out and nothing has been delivered yet, set `joinable` to False, so that the answer starts
+        over."""
         record, backend = self._record, self._backend
         tying = next((name for name in chunk.choice_fields or () if name not in UNTIED_FIELDS), "")
         tying = tying or next((name for name in chunk.answer_fields or () if name not in UNTIED_FIELDS), "")
@@ -226,8 +231,8 @@ class EngineAttempt:
                 record.max_tokens = longest - len(record.prompt_ids)
 
     async def _learn_context_length(self) -> None:
-        """Read the engine's context length. A request without max_tokens may fill the context. If it continues on
-        another engine, its new body must contain the remaining number of tokens."""
+        """Read the engine's context length. A request without max_tokens may fill the context. If such a request
+        continues on another engine, its new body must contain the remaining number of tokens."""
         try:
             await self._fleet.capabilities(self._backend)
         except OrchestrRLError as error:
@@ -236,8 +241,8 @@ class EngineAttempt:
 
 
 def _added_tokens(passed_on: Mapping[str, Any], before: int) -> int:
-    """Return the number of tokens that an event or a whole answer adds to `before`; the number is negative if `before`
-    was too high. A choice without token ids is counted as one token."""
+    """Return the number of tokens that an event or a whole answer adds to the earlier count `before`. The number is
+    negative if `before` was too high. A choice without token ids is counted as one token."""
     usage = passed_on.get("usage")
     if isinstance(usage, Mapping):
         return _count(usage, "completion_tokens", before) - before
@@ -262,8 +267,8 @@ def _unfinished(chunk: Chunk) -> Chunk:
 
 
 def _parsed_fields(chunk: Chunk) -> Mapping[str, Any] | None:
-    """Return the fields that a chat engine parsed out of the text, such as reasoning and tool calls; None if there are
-    none."""
+    """Return the fields that a chat engine parsed out of the text, such as reasoning and tool calls, or None if the
+    chunk has none."""
     delta = chunk.raw.get("delta") if chunk.raw is not None else None
     if not delta:
         return None

@@ -1,10 +1,10 @@
 """A client for trainers that sends requests through the gateway, and directly to engines while the gateway is down.
 
 The gateway is on the path of every request, so a client must work without it. If the gateway is unreachable, breaks off
-a response or shuts down, the client sends the requests again from their start to the engines, round-robin, until the
-gateway is reachable again. If the gateway has a ledger, the client first waits some time for a restart, because such a
-gateway continues a repeated request id from its stored tokens. Each call of `complete` returns exactly one answer.
-Without the gateway, requests are not balanced.
+a response or shuts down, the client sends the requests again from their start. It sends them to the engines,
+round-robin, until the gateway is reachable again. If the gateway has a ledger, the client first waits some time for a
+restart, because such a gateway continues a repeated request id from its stored tokens. Each call of `complete` returns
+exactly one answer. Without the gateway, requests are not balanced.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class ClientPatience:
 
 
 class _Gone(Exception):
-    """Raised if the server cannot accept the request or broke off the response; another server may accept the
+    """Raised if the server cannot accept the request or broke off the response. Another server may accept the
     request."""
 
     def __init__(self, message: str, *, answered: bool = False) -> None:
@@ -59,7 +59,7 @@ class _Server:
 
 
 class GatewayClient:
-    """A client that opens its connections at the first call. Use it as `async with`, or call `close`."""
+    """A client that opens its connections at the first call. Use it with `async with`, or call `close` at the end."""
 
     def __init__(
         self, gateway_url: str, engines: Sequence[str] = (), *, patience: ClientPatience | None = None
@@ -93,7 +93,7 @@ class GatewayClient:
         tag: str = "",
     ) -> dict[str, Any]:
         """Send a request and return the complete answer. Raises RequestRefused if the request is invalid, and Retryable
-        if neither the gateway nor an engine answers for `unreachable_s`."""
+        if neither the gateway nor an engine responds for `unreachable_s`."""
         name = request_id or uuid.uuid4().hex
         headers = {"X-Request-Id": name} | ({"X-Group-Id": group} if group else {}) | ({"X-Tag": tag} if tag else {})
         body = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
@@ -188,7 +188,7 @@ class GatewayClient:
         raise RequestRefused(f"{server.url}{path}: HTTP status {response.status}: {message}", response.status, answer)
 
     async def _wait_for(self, gateway: _Server) -> None:
-        """Wait up to `restart_s` until the gateway is reachable again."""
+        """Wait until the gateway is reachable again, but no longer than `restart_s`."""
         waited_s = 0.0
         while not gateway.up and waited_s < self._patience.restart_s:
             await asyncio.sleep(self._patience.probe_first_s)
@@ -227,7 +227,7 @@ class GatewayClient:
         server.up = True
 
     async def _health(self, server: _Server) -> int | None:
-        """Return the HTTP status of the server's health endpoint, or None if it does not answer."""
+        """Return the HTTP status of the server's health endpoint, or None if the server does not respond."""
         timeout = aiohttp.ClientTimeout(total=self._patience.connect_s)
         try:
             async with self._open().get(server.url + "/health", timeout=timeout) as response:

@@ -1,12 +1,13 @@
 """Start and stop engines as actors of a Ray cluster, which an RL job may also use.
 
-An engine has a placement group with a bundle for each of its processes, tied to the planned node. Alternatively, it
-uses bundles of a group that the job has reserved. Each bundle has a detached actor, which runs the process of one
-command line. A GPU's number determines its node. Ray selects the GPU on this node (`CUDA_VISIBLE_DEVICES`). `per_gpu`
-is what is requested from Ray for each GPU, so that a cluster without GPUs can count another resource.
+An engine has its own placement group, with a bundle on the planned node for each of its processes. Alternatively, it
+uses bundles of a placement group that the job has reserved. Each bundle has a detached actor. The first actor of an
+engine process runs the command line of the process. The number of a planned GPU determines only its node. Ray selects
+the GPU on this node, and the engine gets the selection in `CUDA_VISIBLE_DEVICES`. The option `per_gpu` lists the
+resources that are requested from Ray for each GPU, so that a cluster without GPUs can count another resource instead.
 
-Sleeping engines keep their GPUs, and running engines cannot get more: Ray assigns a bundle's GPUs to an actor for the
-actor's lifetime, and cannot account for any other use of them.
+Sleeping engines keep their GPUs, and running engines cannot get more GPUs. The reason is that Ray assigns a bundle's
+GPUs to an actor for the actor's lifetime, and cannot account for any other use of them.
 
 `ray_cluster.py` calls Ray in a separate process: Ray terminates a driver whose cluster is lost, Ray's calls block, and
 the versions of Ray and Python must match the cluster's.
@@ -83,7 +84,7 @@ class RayOptions(Section):
 
 
 class RayDeployer(FixedGpusDeployer):
-    """Deploys one fleet's engines in a Ray cluster. The constructor raises ProblemFaults if options are invalid, and
+    """Deploys one fleet's engines in a Ray cluster. The constructor raises ProblemFaults if `options` are invalid, and
     Permanent if Ray is not installed."""
 
     keeps_gpus = "Ray assigns them to the engine's actor for its lifetime"
@@ -199,9 +200,9 @@ class RayDeployer(FixedGpusDeployer):
         await self._driver.close()
 
     def _parts(self, spec: EngineSpec) -> list[dict[str, Any]]:
-        """Return the part of each process, i.e. its node and its GPUs on that node, as in ray_places.py. If the spec
-        has no GPU numbers, the number of GPUs is that of the layout. Raises ProblemFaults if the spec is invalid, and
-        Permanent if a node has no address."""
+        """Return the parts of the engine's processes, in the format of ray_places.py. A part lists the GPUs that a
+        process needs on one node. If the spec has no GPU numbers, the layout determines the number of GPUs. Raises
+        ProblemFaults if the spec is invalid, and Permanent if a node has no address."""
         size, parts = self._launch.per_node, list[dict[str, Any]]()
         for process, line in enumerate(render(spec, self._launch)):
             anywhere = NodeProcesses(line.node, tuple(map(GpuId, range(spec.parallelism.gpus))))
@@ -226,8 +227,8 @@ class RayDeployer(FixedGpusDeployer):
 
 
 def _deployed(state: Mapping[str, Any]) -> DeployedInstance:
-    """Return the engine that the driver's answer describes. `spec` is None if the record was lost because Ray's store
-    was cleared."""
+    """Return the engine that `state`, a response of the driver process, describes. The result has no spec if the
+    engine's record was lost because Ray's store was cleared."""
     record, engine, life = state["record"], EngineId(state["engine"]), EngineLife(state["life"])
     if record is None:
         return DeployedInstance(engine, ConfigurationId(""), (), life=life, detail=state["detail"])
@@ -236,7 +237,7 @@ def _deployed(state: Mapping[str, Any]) -> DeployedInstance:
 
 
 class RayConnectionLost(Exception):
-    """Raised if the driver process or the Ray cluster is lost or exceeds the time limit of a call: the call may or may
+    """Raised if the driver process or the Ray cluster is lost, or if a call exceeds its time limit. The call may or may
     not have been carried out."""
 
 
@@ -246,8 +247,8 @@ _ERRORS = {"permanent": Permanent, "unknown": OutcomeUnknown, "lost": RayConnect
 class RayDriver:
     """One connection of a fleet to its Ray cluster, through a process that runs `ray_cluster.py`.
 
-    The process is started at the first call, and restarted at the next call after it was lost. Every call has a time
-    limit; if the process exceeds it, the process is killed, so that no call hangs. `settings` are passed to RayCluster.
+    The first call starts the process. If the process is lost, the next call starts a new one. Every call has a time
+    limit. The process is killed if it exceeds this limit, so that no call hangs. `settings` are passed to RayCluster.
     """
 
     def __init__(self, python: str, settings: Mapping[str, Any], log_path: Path, connect_within_s: float) -> None:
@@ -262,9 +263,9 @@ class RayDriver:
         self._connecting = asyncio.Lock()
 
     async def call(self, name: str, limit_s: float, **arguments: Any) -> Any:
-        """Call a method of RayCluster in the driver process and return its result. Raises Retryable if there is no
-        cluster, RayConnectionLost if the cluster is lost or `limit_s` passes during the call, and the errors that the
-        driver reports."""
+        """Call the method `name` of RayCluster in the driver process and return its result. Raises Retryable if no
+        cluster can be reached, and RayConnectionLost if the cluster is lost or `limit_s` passes during the call. Also
+        raises the errors that the driver process reports."""
         async with self._connecting:
             if self._process is None or self._process.returncode is not None:
                 await self._connect()

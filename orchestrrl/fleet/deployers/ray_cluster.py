@@ -1,13 +1,13 @@
 """Start, inspect and stop the engines of one fleet in a Ray cluster. The module runs in the process of a RayDriver.
 
-An engine has a record in the cluster's key-value store. The record is written first and deleted last, so that every
-interrupted start is detected. The engine has its own placement group, unless the RL job has reserved bundles for
-engines (`ray_places.py`). Its detached actors are named `ENGINE#PROCESS.SEAT` and are in the fleet's namespace.
+Each engine has a record in the cluster's key-value store. The record is written first and deleted last, so that every
+interrupted start is detected. Each engine has its own placement group, unless the RL job has reserved bundles for
+engines (`ray_places.py`). An engine's detached actors are named `ENGINE#PROCESS.SEAT` and are in the fleet's namespace.
 
-The process needs only Ray, the standard library and the modules that this module imports; `ray.py` starts and calls it.
-Each line of standard input is a call, `{"id", "call", ...}`. Each line of standard output is the answer to a call,
-`{"id", "value"}` or `{"id", "error": {"kind", "message"}}`, in order of completion. The first call is `open`. The
-process exits when its standard input is closed.
+The process needs only Ray, the standard library and the modules that this module imports. `ray.py` starts the process
+and calls it. Each line of standard input is a call, `{"id", "call", ...}`. Each line of standard output is the response
+to a call, `{"id", "value"}` or `{"id", "error": {"kind", "message"}}`. Responses are in order of completion. The first
+call is `open`. The process exits when its standard input is closed.
 """
 
 import contextlib
@@ -67,9 +67,9 @@ class RayCluster:
     # Start, in two calls: the command lines can only be rendered once the place is known.
 
     def claim(self, engine: str, spec: Json, gpus: list[int], parts: list[Json], host: str, ports: list[Json]) -> Json:
-        """Claim the GPUs, and reserve bundles and actors for the parts. Returns `{"places": [...]}` with the place of
-        each process, or `{"found": state}` if the engine exists already. If an earlier start with the same spec was
-        interrupted, it is removed and the engine is started again."""
+        """Claim the GPUs for an engine, and reserve bundles and actors for its parts. Return `{"places": [...]}` with
+        the place of each process, or `{"found": state}` if the engine exists already. If an earlier start with the same
+        spec was interrupted, it is cleaned up and the engine is claimed again."""
         with self._turns[engine]:
             with self._claiming:
                 records = self._records()
@@ -103,7 +103,8 @@ class RayCluster:
                 raise
 
     def launch(self, engine: str, url: str, lines: list[Json]) -> Json:
-        """Run the command lines `{"argv", "environment"}`, one per process."""
+        """Run one command line for each process of the engine, and return the engine's state. Each element of `lines`
+        is `{"argv", "environment", "gpus"}`."""
         with self._turns[engine]:
             record = self._records().get(engine)
             if record is None:
@@ -125,8 +126,8 @@ class RayCluster:
     # Inspect.
 
     def list_engines(self) -> list[Json]:
-        """Return the states of all engines of the fleet, including engines of which only a placement group or an actor
-        is left."""
+        """Return the states of all engines of the fleet. This includes engines of which only a placement group or an
+        actor is left."""
         records: dict[str, Json | None] = {**self._records()}
         for engine in [*self._groups(), *(name.rpartition("#")[0] for name in self._actors())]:
             records.setdefault(engine, None)
@@ -136,7 +137,8 @@ class RayCluster:
         return next((state for state in self.list_engines() if state["engine"] == engine), None)
 
     def _states(self, records: Mapping[str, Json | None]) -> list[Json]:
-        """Return `{"engine", "record", "life", "detail"}` of each engine; all actors are queried in parallel."""
+        """Return `{"engine", "record", "life", "detail"}` for each engine in `records`. The engines' actors are queried
+        in parallel."""
         present, lost = set(self._actors()), self._lost_nodes()
         asked = {}
         for engine, record in records.items():
@@ -191,7 +193,7 @@ class RayCluster:
     # Stop.
 
     def stop(self, engine: str) -> None:
-        """Stop an engine. A start in progress is abandoned."""
+        """Stop an engine. If the engine is being started, the start is abandoned."""
         self._unwanted[engine] += 1
         try:
             with self._turns[engine]:
@@ -210,8 +212,8 @@ class RayCluster:
             )
 
     def _clear(self, engine: str) -> bool:
-        """Remove the engine's processes, actors and placement group, then its record, and return True. If its processes
-        may still run, keep the record and return False."""
+        """Remove the engine's processes, actors and placement group, then its record, and return True. If any of these
+        may still exist, keep the record and return False."""
         record = self._records().get(engine)
         ended = self._end(engine) if record is not None and record["url"] else set()
         for name in self._named(engine):
@@ -235,8 +237,8 @@ class RayCluster:
         return True
 
     def _end(self, engine: str) -> set[str]:
-        """Order the actors to end their processes gracefully. Return the names of the actors whose processes have
-        ended."""
+        """Order the engine's actors to end their processes gracefully. Return the names of the actors whose processes
+        have ended."""
         calls = {}
         grace_s = self._settings["grace_s"]
         for name in self._named(engine):
@@ -252,8 +254,8 @@ class RayCluster:
         return ended
 
     def _sweep(self, engine: str, nodes: Iterable[str]) -> bool:
-        """Kill the engine's processes on nodes where its actor could not end them. Return whether no process is
-        left."""
+        """Kill the engine's processes on these nodes, where the engine's actors could not end them. Return whether no
+        process is left."""
         patience_s, limit_s = 3.0, 10.0
         swept = ray.remote(ray_keeper.swept)
         calls = [
@@ -272,7 +274,8 @@ class RayCluster:
     def _seated(
         self, engine: str, seats: Sequence[Json], host: str, ports: list[Json], is_over: Callable[[], bool]
     ) -> list[Json]:
-        """Start actors in all bundles. Return `{"address", "gpus": [Ray's ids], "port"}` of each process."""
+        """Start an actor for each seat, in the bundle of the seat. Return `{"address", "gpus": [Ray's ids], "port"}` of
+        each process. The port is 0 for all processes but the first."""
         calls = []
         for seat in seats:
             group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(seat["group"])))

@@ -1,7 +1,8 @@
 """The actor that holds an engine's place in Ray and runs one of its processes. This module is sent to Ray's workers by
-value, with `machine.py`. Both import only the standard library and Ray, since OrchestrRL need not be installed there.
+value, with `machine.py`. Both modules import only the standard library and Ray, since OrchestrRL need not be installed
+there.
 
-`ray_supervisor.py` runs the process, which ends with the actor in every case.
+`ray_supervisor.py` runs the process and ensures that it always ends with the actor.
 """
 
 import contextlib
@@ -38,8 +39,9 @@ class PlaceKeeper:
         self._mark = ""
 
     def place(self, host: str, ports: Sequence[tuple[int, bool]]) -> dict[str, Any]:
-        """Return the node's address, Ray's GPU ids, and the first free port, which is reserved from now on. The port is
-        0 if `ports` is empty. `ports` has the format of `tries` in `hold_port`. Raises OSError if no port is free."""
+        """Return the address of the node, Ray's ids of the actor's GPUs, and the first free port. The actor reserves
+        the port from then on. The port is 0 if `ports` is empty. `ports` has the format of `tries` in `hold_port`.
+        Raises OSError if no port is free."""
         import ray
 
         if ports and self._port_holder is None:
@@ -48,8 +50,9 @@ class PlaceKeeper:
         return {"address": ray.util.get_node_ip_address(), "gpus": list(map(str, ray.get_gpu_ids())), "port": chosen}
 
     def launch(self, supervisor: str, argv: Sequence[str], environment: Mapping[str, str], log: str) -> None:
-        """Run the command line, unless this actor has already run a command line. Its environment is that of the Ray
-        worker, without Ray's variables, plus `environment`."""
+        """Run the command line `argv`, unless this actor has already run a command line. The process writes its output
+        to the file `log`. It inherits the environment of the Ray worker without Ray's variables, and gets the variables
+        in `environment`. `supervisor` is the text of ray_supervisor.py."""
         if self._supervisor is not None:
             return
         self._log, self._mark = Path(log), environment[MARK]
@@ -70,14 +73,14 @@ class PlaceKeeper:
         self._reader.start()
 
     def report(self) -> dict[str, Any]:
-        """Return the state of the process. `running` is None if it was never started."""
+        """Return the state of the process that this actor runs. `running` is None if the process was never started."""
         running = self._reader.is_alive() and self._status is None if self._reader is not None else None
         tail = "" if running is not False else self._tail()
         return {"running": running, "pid": self._pid, "status": self._status, "log": str(self._log), "tail": tail}
 
     def end(self, grace_s: float) -> bool:
-        """End the process, by force after the grace period. Return whether the process and all of its child processes
-        are gone."""
+        """End the process gracefully, and kill it after the grace period. Return whether the process and all of its
+        child processes are gone."""
         if self._reader is not None:
             self._send_line(f"end {grace_s}")
             self._reader.join(grace_s + 10.0)
@@ -106,8 +109,8 @@ class PlaceKeeper:
         self._supervisor.wait()
 
     def _tail(self) -> str:
-        """Return the end of this process's output. The log file is kept over restarts and may begin with the output of
-        earlier processes."""
+        """Return the end of the process's output from the log file. The file is kept over restarts, so it may begin
+        with the output of earlier processes, which is left out."""
         try:
             return log_tail(self._log, self._log_from)
         except OSError as error:
@@ -115,8 +118,8 @@ class PlaceKeeper:
 
 
 def swept(mark: str, patience_s: float, limit_s: float) -> bool:
-    """Wait until no process of an engine is left on this machine, and return True. Processes that still run after
-    `patience_s` are killed; returns False if processes remain after `limit_s`."""
+    """Wait until no process with this mark is left on this machine, and return True. Kill the processes that still run
+    after `patience_s`. Return False if processes remain after `limit_s`."""
     began_s = time.monotonic()
     while True:
         left = _marked(mark)

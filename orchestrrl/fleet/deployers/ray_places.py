@@ -1,9 +1,9 @@
 """Choose where in a Ray cluster an engine's processes run. `ray_cluster.py` calls this module.
 
 A part describes the GPUs that one process needs on one node: `{"process", "node": the fleet's number, "local": [GPUs as
-numbered on the node], "units": count}`. A seat describes a bundle that one actor of a process uses: `{"process",
-"seat", "node": Ray's id, "address", "group", "bundle", "units"}`. A process runs in its first seat; its other seats
-only hold resources.
+numbered on the node], "units": the number of GPUs}`. A seat describes a bundle that one actor of a process uses:
+`{"process", "seat", "node": Ray's id, "address", "group", "bundle", "units"}`. A process runs in its first seat; its
+other seats only hold resources.
 """
 
 import time
@@ -21,8 +21,8 @@ Json = dict[str, Any]
 
 
 class RayRefusal(Exception):
-    """Raised if a call is refused or fails. `kind` is retryable, permanent or unknown, like the errors in
-    orchestrrl.core.errors."""
+    """Raised if a call is refused or fails. `kind` is retryable, permanent or unknown, and determines which error of
+    orchestrrl.core.errors the caller raises."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -39,7 +39,8 @@ class EnginePlaces:
         return {name: amount * units for name, amount in self._settings["per_gpu"].items()}
 
     def own(self, name: str, parts: Sequence[Json], is_over: Callable[[], bool]) -> list[Json]:
-        """Create a placement group with a bundle for each part, tied to its node, and return the seats."""
+        """Create a placement group with one bundle for each part, on the part's node, and return the seats. Raises
+        RayRefusal if a node has too few free resources, or if `is_over` returns True before the group is created."""
         nodes = [self._node(part["node"]) for part in parts]
         bundles = [
             {**self.resources(part["units"]), f"node:{node['NodeManagerAddress']}": NODE_SHARE}
@@ -62,7 +63,7 @@ class EnginePlaces:
         return seats
 
     def _node(self, place: int) -> Json:
-        """Return Ray's record of the fleet's node with this number. If the settings list no nodes, return the only node
+        """Return Ray's record of the fleet's node number `place`. If the settings list no nodes, return the only node
         with the needed resources. Raises RayRefusal if no such node exists or the choice is ambiguous."""
         alive = [node for node in ray.nodes() if node["Alive"]]
         names: list[str] = self._settings["nodes"]
@@ -90,7 +91,7 @@ class EnginePlaces:
         )
 
     def _missing(self, parts: Sequence[Json], nodes: Sequence[Json]) -> list[str]:
-        """Return one message per resource and node for each resource of which the node has too little."""
+        """Return one message for each node and resource of which too little is free for the parts."""
         free = ray._private.state.available_resources_per_node()
         need: dict[str, int] = {}
         for part, node in zip(parts, nodes, strict=True):
@@ -104,8 +105,9 @@ class EnginePlaces:
         ]
 
     def offered(self, parts: Sequence[Json]) -> list[Json]:
-        """Return seats in bundles that the job has reserved for engines. Each GPU of the fleet is one slot of a bundle
-        on its node; slots are numbered in the order of groups and bundles."""
+        """Return the seats of the parts, in bundles that the RL job has reserved for engines. Each GPU of the fleet
+        corresponds to one slot of a bundle on the GPU's node. The slots of a node are numbered in the order of groups
+        and bundles. Raises RayRefusal if a node has too few slots."""
         offer = self._offer()
         seats: list[Json] = []
         for part in parts:
@@ -126,8 +128,8 @@ class EnginePlaces:
         return seats
 
     def _offer(self) -> dict[str, list[tuple[str, int]]]:
-        """Return a mapping from each node's id to a list with a (group, bundle) pair for each GPU in the bundles on the
-        node."""
+        """Return the slots of each node with reserved bundles, by the node's id in Ray. A slot is a (group, bundle)
+        pair, and each GPU of a bundle is one slot."""
         patterns = self._settings["placement_groups"]
         tables = [
             table
@@ -147,8 +149,8 @@ class EnginePlaces:
     def _offered_node(
         self, offer: Mapping[str, list[tuple[str, int]]], place: int
     ) -> tuple[str, str, list[tuple[str, int]]]:
-        """Return the id, address and slots of a node. If the settings list no nodes, nodes are numbered in the order of
-        `offer`."""
+        """Return the id, address and slots of the fleet's node number `place`. If the settings list no nodes, nodes are
+        numbered in the order of `offer`."""
         if self._settings["nodes"]:
             node = self._node(place)
             return node["NodeID"], node["NodeManagerAddress"], offer.get(node["NodeID"], [])

@@ -6,8 +6,9 @@ graceful end with that grace period. If standard input is closed, the actor is g
 The script prints `{"pid": n}`, and finally `{"status": n}`, the exit status as a shell reports it (128 + signal
 number).
 
-It detaches from the actor (Ray kills an actor's children), adopts orphaned processes of the engine, and exits after all
-of them. If the script is killed, the engine's first process is killed too.
+The script detaches from the actor, because Ray kills an actor's child processes. It adopts orphaned processes of the
+engine, and exits after all processes of the engine have ended. If the script is killed, the engine's first process is
+killed too.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
-"""Merge a user's vLLM arguments with the flags of a layout and find contradictions, without side effects.
+"""Merge a user's vLLM arguments with the flags of a layout and find contradictions between them, without side effects.
 
-Flags are compared as vLLM's parser reads them: with dashes or underscores, `=` or a space, by short name, abbreviated
-as argparse allows, or negated with `--no-`.
+Flags are compared as vLLM's parser reads them: with dashes or underscores, with `=` or a space, by short name,
+abbreviated as argparse allows, or negated with `--no-`.
 """
 
 import re
@@ -70,7 +70,8 @@ class VllmArgument:
 
 
 def read_arguments(path: str, arguments: Sequence[str]) -> tuple[list[VllmArgument], list[str]]:
-    """Parse a list of words and return its arguments and its faults. Words before the first flag are faults."""
+    """Parse the words of a command line and return the arguments and the faults in them. Words before the first flag
+    are faults. Faults quote `path`, the place of the words in the configuration file."""
     starts = [place for place, word in enumerate(arguments) if _is_flag(word)]
     faults = [
         f"{path}[{place}]: must begin with a flag such as --max-model-len, got {word!r}"
@@ -81,16 +82,16 @@ def read_arguments(path: str, arguments: Sequence[str]) -> tuple[list[VllmArgume
 
 
 def replaced(earlier: Sequence[VllmArgument], later: Sequence[VllmArgument]) -> list[VllmArgument]:
-    """Return both lists merged. If a flag is in both lists, the argument in `later` replaces the argument in
-    `earlier`."""
+    """Merge two lists of arguments and return the result. If a flag is in both lists, the argument in `later` replaces
+    the argument in `earlier`."""
     again = {argument.key for argument in later}
     return [*(argument for argument in earlier if argument.key not in again), *later]
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedFlags:
-    """Flags that a layout decides, with their values. A flag that the layout omits may only be given with vLLM's
-    default."""
+    """The flags that a layout decides, with their values. If the layout omits a flag that it may decide, a user may
+    give this flag only with vLLM's default value."""
 
     values: Mapping[str, str]
     elsewhere: Mapping[str, str]  # decided by other means than flags: the model after `serve`
@@ -98,9 +99,9 @@ class OwnedFlags:
     by: str  # the layout's name, for messages
 
     def merge(self, given: Iterable[VllmArgument], usual: Mapping[str, str]) -> tuple[list[str], list[str]]:
-        """Return the words of a command line, and faults. Each flag that the layout decides, and each default flag in
-        `usual`, occurs once. A user's argument replaces a flag in `usual`. A user's argument is dropped if it repeats a
-        decided flag, and is a fault if it contradicts one."""
+        """Return the words of a command line, and the faults of the user's arguments in `given`. Each flag that the
+        layout decides, and each default flag in `usual`, occurs once. A user's argument replaces a flag in `usual`. A
+        user's argument is dropped if it repeats a decided flag, and is a fault if it contradicts one."""
         own: list[VllmArgument] = []
         faults: list[str] = []
         known = {**self.defaults, **self.elsewhere, **self.values}

@@ -61,14 +61,14 @@ class FleetControl(Protocol):
         """Return the weights that all engines must serve."""
 
     def engine_stopped(self, engine: EngineId) -> None:
-        """Record that the engine no longer serves. The caller calls `engines_deployed` afterwards."""
+        """Record that the engine no longer serves. The caller must call `engines_deployed` afterwards."""
 
     def engines_deployed(self, running: Mapping[EngineId, DeployedInstance]) -> None:
         """Watch exactly these engines of the deployer from now on, and update the gateways' routes."""
 
     async def circuits_follow(self, engines: Sequence[EngineSpec]) -> str:
         """Allocate circuits for exactly these engines, which are about to serve. Return a remark on the result, or an
-        empty string if no fabric is configured. The call raises no errors and returns within a limited time."""
+        empty string if no fabric is configured. The method raises no errors and returns within a limited time."""
 
 
 MakeSpec = Callable[[FleetSettings, EngineId, ConfigurationId, Sequence[GpuId]], EngineSpec]
@@ -90,7 +90,8 @@ class FleetDeployment:
     keep_asleep: bool = False  # put engines that can sleep to sleep instead of stopping them
 
     def unstartable(self, fleet: FleetSettings) -> dict[ConfigurationId, str]:
-        """Return the configurations that cannot be started, with the reasons. A plan must not choose them."""
+        """Return the configurations that cannot be started, and that plans must therefore not choose, each with the
+        reason."""
         why = {}
         for configuration in fleet.configuration_values():
             if configuration.gpus > self.gpus_count:
@@ -105,7 +106,7 @@ class FleetDeployment:
 
 
 def take_stock(running: dict[EngineId, DeployedInstance], found: Iterable[DeployedInstance]) -> None:
-    """Replace the contents of `running` by the engines in `found`."""
+    """Replace the contents of `running` with the engines in `found`."""
     running.clear()
     running.update({deployed.engine: deployed for deployed in found})
 
@@ -121,7 +122,7 @@ class RedeployActions:
     redeployment: Redeployment
     going_back: bool = False
     capacity_tokens: dict[EngineId, int] = field(default_factory=dict)  # as verified
-    offers: dict[EngineId, EngineCapabilities] = field(default_factory=dict)  # the same
+    offers: dict[EngineId, EngineCapabilities] = field(default_factory=dict)  # as verified
     loaded: set[EngineId] = field(default_factory=set)  # by this redeployment, with the current weights
     waits_for: dict[EngineId, str] = field(default_factory=dict)  # what a running step is waiting for
     _fetches_reference: bool = False
@@ -135,15 +136,15 @@ class RedeployActions:
         return self.control_plane.clock
 
     def _spec(self, engine: EngineId) -> EngineSpec:
-        """Return the engine's spec. If the engine has an old and a new spec, return the old spec while the redeployment
-        is undone, and the new spec otherwise."""
+        """Return the engine's spec. If the redeployment scales the engine, which then has an old and a new spec, return
+        the new spec. While the redeployment is undone, return the old spec instead."""
         new, old = self.redeployment.new, self.redeployment.old
         specs = (*old, *new, *self.redeployment.asleep) if self.going_back else (*new, *old, *self.redeployment.asleep)
         return next(spec for spec in specs if spec.engine == engine)
 
     async def carry_out(self, step: RedeployStep) -> str:
-        """Carry out a step in the current direction. Return a remark for the report. Raises OrchestrRLError if the step
-        fails."""
+        """Carry out a step, either forward or as a part of the undo (`going_back`). Return a remark for the report.
+        Raises OrchestrRLError if the step fails."""
         kind, engine = step.kind, step.engine
         if kind is StepKind.FENCE:
             return self._fence()
@@ -172,9 +173,9 @@ class RedeployActions:
         return await actions[kind](engine)
 
     async def reference(self, *, patient: bool) -> AnswerExcerpt | None:
-        """Return an answer of the least loaded serving engine that can provide one, or None if no engine can provide
-        one. An engine without a free seat answers only after other requests end, so it is used only if `patient` is
-        set; otherwise an answer can be taken later from an engine without requests."""
+        """Return a reference answer from the least loaded serving engine that can provide one, or None if no engine
+        can. A fully loaded engine generates the answer only after other requests end, so it is used only if `patient`
+        is True. If `patient` is False, the caller can fetch an answer later, before the first engine stops."""
         found: list[tuple[bool, int, EngineId]] = []
         for spec in self.redeployment.old:
             deployed = self.running.get(spec.engine)
@@ -197,8 +198,8 @@ class RedeployActions:
             return await client.excerpt(checks.CANARY_IDS, self.deployment.tolerance.tokens)
 
     async def _fetch_reference(self, engine: EngineId) -> None:
-        """Fetch the reference answer before an engine stops. If several engines stop in parallel, only one of them is
-        queried."""
+        """Fetch the reference answer before an engine stops, unless it is already known. If several engines stop in
+        parallel, only one of them is queried."""
         if self.redeployment.reference is not None or self._fetches_reference or engine not in self.running:
             return
         self._fetches_reference = True
@@ -211,7 +212,8 @@ class RedeployActions:
 
     def expect(self, engines: Iterable[EngineId]) -> None:
         """Announce that these engines, and no other engines of the redeployment, will serve soon. Until they are
-        admitted, gateways send them no requests, but keep requests for them without a timeout."""
+        admitted or their time limit passes, gateways send them no requests, but keep the requests that are moved to
+        them."""
         limits = self.redeployment.limits
         lasts_s = limits.drain_s + limits.stop_s + limits.start_s + limits.ready_s + limits.load_s + 2 * limits.check_s
         self._expect_nobody()
@@ -219,7 +221,7 @@ class RedeployActions:
         self.control_plane.engines_deployed(self.running)
 
     def let_be(self) -> None:
-        """Clear all fences and expectations of this redeployment: requests may go to any serving engine."""
+        """Clear all fences and expectations of this redeployment, so that requests may go to any serving engine."""
         self.control_plane.routes.draining.difference_update(
             spec.engine for spec in (*self.redeployment.old, *self.redeployment.new)
         )
@@ -231,7 +233,7 @@ class RedeployActions:
             self.control_plane.routes.expected.pop(spec.engine, None)
 
     async def scan(self) -> None:
-        """Update `running` from the deployer."""
+        """Update `running` with the engines that the deployer lists."""
         take_stock(self.running, await self.deployment.deployer.list_engines())
 
     # --- steps of the fleet
@@ -243,9 +245,9 @@ class RedeployActions:
         return f"{len(leaving)} engines accept no new requests"
 
     async def _check_before_admission(self, engines: Sequence[EngineId]) -> None:
-        """Raise Permanent if the fleet's weights have changed, or an engine has ended, since these engines were
-        verified. Other engines may have needed long to start, and requests must not go to dead engines or outdated
-        weights."""
+        """Raise Permanent if the fleet's weights have changed since the redeployment began, or if one of these engines
+        has ended. The engines may have been verified long ago, because other engines needed longer to start. Requests
+        must not go to dead engines or outdated weights."""
         began, now = self.redeployment.weights, self.control_plane.current_weights()
         if now.version != began.version and now.source:
             raise Permanent(
@@ -387,7 +389,8 @@ class RedeployActions:
         return f"has DP {has}" if has == wanted else f"DP {has} to {wanted}"
 
     async def _until_ready(self, engine: EngineId) -> str:
-        """Wait until the engine completes a real request: an engine can be healthy before it can generate."""
+        """Wait until the engine completes a real request, because an engine can be healthy before it can generate
+        tokens. Raises Permanent if the engine ends meanwhile."""
         while True:
             deployed = await self.deployment.deployer.status(engine)
             if deployed is None or deployed.life is EngineLife.ENDED:
@@ -430,7 +433,8 @@ class RedeployActions:
         return detail
 
     async def _warm_up(self, engine: EngineId) -> str:
-        """Run a first prompt and first decode steps, which compile and allocate, before real requests arrive."""
+        """Run a prompt and some decode steps before real requests arrive. The engine compiles kernels and allocates
+        memory during these steps."""
         return f"{len((await self._excerpt(engine)).token_ids)} tokens"
 
     async def _verify(self, engine: EngineId) -> str:
@@ -469,14 +473,15 @@ class RedeployActions:
 
 
 def started_with(spec: EngineSpec, weights: ServedWeights) -> EngineSpec:
-    """Return the spec with the fleet's weights as the initial checkpoint, if their location is known and is a complete
-    checkpoint. The weights then need not be loaded a second time."""
+    """Return the spec with `weights` as the initial checkpoint, so that they need not be loaded after the start. Return
+    the spec unchanged if the location of the weights is unknown or is not a complete checkpoint."""
     return replace(spec, weights=weights.source) if weights.source and not weights.tensors_only else spec
 
 
 @contextmanager
 def _warning(engine: EngineId) -> Iterator[None]:
-    """Log an error of an old engine instead of raising it: the redeployment proceeds without its answers."""
+    """Log an error of an old engine instead of raising it, because the redeployment can proceed without reference
+    answers."""
     try:
         yield
     except OrchestrRLError as error:

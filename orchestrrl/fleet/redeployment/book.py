@@ -21,8 +21,8 @@ from planner.model import ConfigurationId, EngineId
 
 @dataclass(frozen=True, slots=True)
 class EngineStart:
-    """The duration of an engine's start. `elapsed_s` counts from when the previous engines on its GPUs began to leave
-    until the engine was verified; `expected_s` is the duration that its configuration predicted."""
+    """The duration of an engine's start, in seconds. `elapsed_s` is the time from when the previous engines on its GPUs
+    began to leave until the engine was verified. `expected_s` is the duration that its configuration predicted."""
 
     configuration: ConfigurationId
     elapsed_s: float
@@ -31,7 +31,7 @@ class EngineStart:
 
 @dataclass(frozen=True, slots=True)
 class RedeploymentOutcome:
-    """The result of a change of the deployment."""
+    """The result of a redeployment."""
 
     done: bool
     detail: str
@@ -69,7 +69,8 @@ def read_fleet(journal: JournalReader) -> RecordedFleet | None:
 
 
 def read_open(journal: JournalReader) -> OpenIntent[Redeployment] | None:
-    """Return the redeployment that has not ended, or None. At most one redeployment runs at a time."""
+    """Return the redeployment that has begun but not ended, or None if the last redeployment has ended. At most one
+    redeployment runs at a time."""
     opened = left_open(journal, REDEPLOYMENTS, lambda entry: REDEPLOYMENT.validate_python(entry.body["redeployment"]))
     latest = journal.latest(EntryKind.REDEPLOYMENT_ENDED)
     newest = journal.latest(EntryKind.REDEPLOYMENT_BEGAN)
@@ -83,7 +84,7 @@ def read_open(journal: JournalReader) -> OpenIntent[Redeployment] | None:
 
 
 def read_history(journal: JournalReader) -> dict[RedeploymentId, RedeploymentReport]:
-    """Return the recent redeployments, oldest first."""
+    """Return the reports of the recent redeployments by id, oldest first."""
     return {
         RedeploymentId(entry.subject): report
         for entry in journal.tail(HISTORY, (EntryKind.REDEPLOYMENT_ENDED,))
@@ -104,8 +105,8 @@ STOPS = frozenset({StepKind.STOP, StepKind.RETIRE})
 
 
 class RedeploymentBook:
-    """The recent redeployments, newest last; redeployments of earlier daemons are read from the journal. `current`
-    returns the running or latest redeployment of this daemon."""
+    """The recent redeployments, newest last. Redeployments of earlier daemons are read from the journal. `current`
+    returns the report of this daemon's running or latest redeployment, or None if this daemon has run none."""
 
     def __init__(self, journal: Journal, clock: Clock, current: Callable[[], RedeploymentReport | None]) -> None:
         self.log = OperationJournal(journal, clock, REDEPLOYMENTS)
@@ -121,7 +122,7 @@ class RedeploymentBook:
 
     def report(self, id: str = "") -> RedeploymentReport:
         """Return the report of the redeployment with this id. If the id is empty, return the report of the newest
-        redeployment. Raises Permanent if it does not exist."""
+        redeployment. Raises Permanent if no such redeployment is stored."""
         reports = self._all()
         if not id and reports:
             return next(reversed(reports.values()))
@@ -130,12 +131,13 @@ class RedeploymentBook:
         raise Permanent(f"no redeployment {id!r} among the newest {HISTORY}" if id else "there was no redeployment yet")
 
     def newest(self, limit: int = 0) -> list[RedeploymentReport]:
-        """Return the `limit` newest redeployments, newest first; limit 0 returns all stored redeployments."""
+        """Return the reports of the `limit` newest redeployments, newest first. A limit of 0 returns all stored
+        reports."""
         reports = list(reversed(self._all().values()))
         return reports[:limit] if limit else reports
 
     async def watch(self, id: str) -> AsyncIterator[RedeploymentReport]:
-        """Yield the redeployment's report now and after each change, until it has ended."""
+        """Yield the redeployment's report now and after each change, until the redeployment has ended."""
         change, report = self._change, self.report(id)
         yield report
         while report.state is OperationState.RUNNING:
@@ -144,7 +146,7 @@ class RedeploymentBook:
             yield report
 
     def changed(self) -> None:
-        """Wake the watchers."""
+        """Wake the watchers, because the report of the running redeployment has changed."""
         self._change.set()
         self._change = asyncio.Event()
 
@@ -159,8 +161,8 @@ class RedeploymentBook:
     def note_engines(
         self, redeployment: Redeployment, report: RedeploymentReport, starts: Mapping[EngineId, EngineStart]
     ) -> None:
-        """Journal the result of each engine's steps and the duration of its start, from which start times are
-        predicted."""
+        """Journal which engines were started or stopped, which of their steps failed, and how long each start took.
+        Later start times are predicted from these durations."""
         gpus = {spec.engine: spec.gpus for spec in redeployment.coming}
         for step_report in report.steps:
             engine = step_report.step.engine
@@ -180,7 +182,7 @@ class RedeploymentBook:
         self._journal.append(self._clock.now_s(), EntryKind.ENGINE_STOPPED, engine, {"done": done, "detail": detail})
 
     def _all(self) -> dict[RedeploymentId, RedeploymentReport]:
-        """Return all stored redeployments, oldest first."""
+        """Return the reports of all stored redeployments by id, oldest first."""
         reports, current = dict(self._ended), self._current()
         if current is not None:
             reports.pop(current.id, None)

@@ -1,5 +1,5 @@
-"""Check, without side effects, that an engine has the layout and KV capacity that a redeployment requested, and answers
-correctly."""
+"""Check, without side effects, that an engine has the layout and KV capacity that a redeployment requested, and that it
+generates correct answers."""
 
 import math
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ CAPACITY_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class AnswerTolerance:
-    """The limits for differences from the previous engine's answers. A different layout sums floating-point numbers in
-    a different order, so that logits differ in their last bits; wrong weights cause far larger differences."""
+    """The limits for differences from the previous engines' answers. A different layout sums floating-point numbers in
+    a different order, so that logits differ in their last bits. Wrong weights cause far larger differences."""
 
     tokens: int = 16
     mean_nats: float = 0.1  # mean |difference| of log-probabilities; another order of 16-bit sums causes 0.02
@@ -29,8 +29,8 @@ class AnswerTolerance:
 
 
 def layout_fault(reported: ReportedLayout, wanted: Parallelism) -> list[str]:
-    """Return the differences between the reported and the requested layout. Values that the engine does not report are
-    skipped."""
+    """Return a fault if the reported layout differs from the requested layout. Values that the engine does not report
+    are not compared."""
     pairs = [("TP", reported.tp, wanted.tp), ("PP", reported.pp, wanted.pp), ("DP", reported.dp, wanted.dp)]
     if not wanted.afd:
         pairs.append(("EP", reported.ep, wanted.ep > 1))
@@ -45,21 +45,22 @@ def capacity_fault(has_tokens: int, planned_tokens: int) -> list[str]:
 
 
 def answers_fault(reference: AnswerExcerpt, scores: tuple[float, ...], tolerance: AnswerTolerance) -> list[str]:
-    """Return a fault if the engine's probabilities for the reference tokens differ from the probabilities in the
-    reference."""
+    """Return a fault if the engine's log-probabilities for the reference tokens differ too much from those in the
+    reference. `scores` are the engine's log-probabilities."""
     return _scores_fault(reference, scores, tolerance, "differs from the previous engines' answers")
 
 
 def reading_fault(written: AnswerExcerpt, scores: tuple[float, ...], tolerance: AnswerTolerance) -> list[str]:
-    """Return a fault if the engine's probabilities for its own answer, read as a prompt, differ from the probabilities
-    at generation. This detects faults of decoding, which uses kernels, graphs and a cache that prefill does not use."""
+    """Return a fault if the engine's log-probabilities for its own answer, read as a prompt, differ too much from those
+    at generation. This check detects faults of decoding, which uses kernels, graphs and a cache that prefill does not
+    use."""
     return _scores_fault(written, scores, tolerance, "scores its own answer differently as a prompt")
 
 
 def writing_fault(reference: AnswerExcerpt, written: AnswerExcerpt, tolerance: AnswerTolerance) -> list[str]:
-    """Return a fault if the engine's own answer differs from the reference. At the first differing token both engines
-    chose the most likely token for the same prefix, so the probabilities of the two tokens must be close; later tokens
-    cannot be compared."""
+    """Return a fault if the engine's own answer differs too much from the reference. At the first differing token, both
+    engines chose the most likely token after the same prefix, so the log-probabilities of the two tokens must be close.
+    Later tokens cannot be compared."""
     for place, (token, other) in enumerate(zip(written.token_ids, reference.token_ids, strict=False)):
         if token == other:
             continue

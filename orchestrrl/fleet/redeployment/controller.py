@@ -2,7 +2,7 @@
 
 This module manages the deployment across restarts of the daemon: `recover` finds the running engines, stops the engines
 that belong to no deployment, and resumes an interrupted redeployment. run.py runs a redeployment, actions.py carries
-out its steps, and targets.py places engines.
+out its steps, and targets.py selects its engines and their GPUs.
 """
 
 import asyncio
@@ -103,7 +103,7 @@ class RedeploymentController:
         await run.resume(opened.steps)
 
     async def maintain(self) -> None:
-        """Detect engines that end without an order. Runs until cancelled."""
+        """Detect and clean up engines that end although nobody stopped them. The method runs until it is cancelled."""
         while True:
             await self._control_plane.clock.sleep(TEND_S)
             if self._turn.busy:
@@ -126,7 +126,7 @@ class RedeploymentController:
                 await self._bury(deployed)
 
     async def _bury(self, deployed: DeployedInstance) -> None:
-        """Clean up an engine that ended without an order: free its GPUs, and remove it from the routes."""
+        """Clean up an engine that ended although nobody stopped it. Free its GPUs, and remove it from the routes."""
         logger.error("engine %s has ended: %s", deployed.engine, deployed.detail)
         try:
             await self._deployer.stop(deployed.engine)
@@ -144,13 +144,14 @@ class RedeploymentController:
         take_stock(self._running, await self._deployer.list_engines())
 
     def _ours(self) -> tuple[EngineSpec, ...] | None:
-        """Return the engines of the deployment, or None if they are unknown, in which case all engines found are
-        adopted."""
+        """Return the specs of the deployment's engines, or None if they are unknown because no redeployment has ended
+        yet. All running engines are adopted if they are unknown."""
         return None if self._fleet is None else (*self._fleet.serving, *self._fleet.asleep)
 
     def _drop_stopped(self, under_way: Collection[EngineSpec]) -> None:
-        """Remove redeployed engines that do not serve from the routes. The last routes of an earlier daemon may list
-        these engines, and another engine may have their address now."""
+        """Remove from the routes all redeployed engines that do not serve. `under_way` are the engines of an
+        interrupted redeployment. The last routes of an earlier daemon may list such engines, and another engine may
+        have their address now."""
         there = {engine for engine, up in self._running.items() if up.life is not EngineLife.ENDED and not up.lent}
         redeployed = (spec for report in self.history() for spec in (*report.old, *report.new))
         for engine in sorted({spec.engine for spec in (*under_way, *redeployed)} - there):
@@ -170,7 +171,7 @@ class RedeploymentController:
             self._book.note_stopped(engine, done=True, detail="belonged to no deployment")
 
     def _adopt(self) -> None:
-        """Add running engines to the fleet, by their last known state, so that requests can go to them."""
+        """Add the running engines to the fleet, so that requests can go to them."""
         for deployed in self._running.values():
             if deployed.life is EngineLife.ALIVE and deployed.url and not deployed.lent:
                 known = self.configurations.get(deployed.configuration)
@@ -209,9 +210,9 @@ class RedeploymentController:
     # --- requests
 
     def draft(self, wish: RedeployRequest) -> tuple[Redeployment, tuple[Stage[steps.RedeployStep], ...]]:
-        """Return the redeployment that a request leads to, and its stages. There are no stages if the fleet already has
-        the requested engines. Raises ProblemFaults with all faults of the request, and Permanent if the redeployment is
-        not possible now."""
+        """Return the redeployment that would carry out a request, and its stages. The stages are empty if the fleet
+        already has the requested engines. Raises ProblemFaults with all faults of the request, and Permanent if the
+        redeployment is not possible now."""
         standing = self._standing()
         id = self._next_id()
         if wish.plan and not wish.targets:
@@ -258,8 +259,8 @@ class RedeploymentController:
         return redeployment
 
     def _check_starts(self, redeployment: Redeployment) -> None:
-        """Check all starts in advance, before any engine is stopped. Raises ProblemFaults with the faults of all
-        engines."""
+        """Check that the deployer can start all new engines, before any engine is stopped. Raises ProblemFaults with
+        the faults of all engines."""
         faults: list[str] = []
         asleep = {spec.engine for spec in redeployment.asleep}
         for spec in redeployment.coming:
@@ -293,8 +294,8 @@ class RedeploymentController:
         return self._turn.busy
 
     def idle(self) -> bool | None:
-        """Return whether no request is in flight, according to engines and gateways. Returns None if no request is
-        reported, but not every engine and at least one gateway has reported yet."""
+        """Return whether no request is in flight, according to engines and gateways. Return None if no request is
+        reported, but either an engine has not reported yet or no gateway has."""
         snapshot = self._control_plane.state.snapshot(self._control_plane.clock.now_s())
         reported = {view.id: view for view in snapshot.engines if view.age_s is not None}
         if snapshot.requests or any(view.running or view.waiting for view in reported.values()):
@@ -305,8 +306,8 @@ class RedeploymentController:
     # --- one at a time
 
     async def carry_out(self, plan: Plan) -> RedeploymentOutcome:
-        """Redeploy the fleet to `plan.instances`. Raises Permanent or ProblemFaults if the redeployment cannot begin; a
-        later failure is reported in the outcome."""
+        """Redeploy the fleet to `plan.instances` and return the outcome. Raises Permanent or ProblemFaults if the
+        redeployment cannot begin. A later failure is reported in the outcome."""
         self._check_free()
         with self._turn.preparing():
             await self._scan()
@@ -318,8 +319,9 @@ class RedeploymentController:
         return await asyncio.shield(task)
 
     def begin(self, wish: RedeployRequest) -> RedeploymentId:
-        """Start the redeployment that `draft` returns, in the background, and return its id. Raises Permanent if
-        another change is in progress or nothing would change, and the errors of `draft`."""
+        """Start, in the background, the redeployment that `draft` returns, and return its id. Raises Permanent if
+        another change of the deployment is in progress, if redeployments are held, or if nothing would change. Also
+        raises the errors of `draft`."""
         self._check_free()
         if because := self._control_plane.redeployment_hold():
             raise Permanent(because)
@@ -402,8 +404,8 @@ class RedeploymentController:
         return offers is not None and not offers.sleep
 
     def cancel(self, id: str, reason: str) -> RedeploymentReport:
-        """Undo the running redeployment and return its report. Raises Permanent if no redeployment with this id is
-        running; an empty id matches any."""
+        """Call off the running redeployment, so that it is undone, and return its report. An empty id matches any
+        redeployment. Raises Permanent if no redeployment with this id is running."""
         if not self._turn.busy or self._run is None or id not in ("", self._run.redeployment.id):
             raise Permanent(f"redeployment {id} is not running" if id else "no redeployment is running")
         self._run.call_off(f"called off: {reason or 'by an operator'}")

@@ -1,5 +1,5 @@
-"""Choose new engines for the requests of leaving engines: an engine that stays, or an engine that is being started. All
-leaving engines are emptied at the same time, from one snapshot of the fleet."""
+"""Choose new engines for the requests of leaving engines. A request goes to an engine that stays or to an engine that
+is being started. All leaving engines are emptied at the same time, from one snapshot of the fleet."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ class _Look:
 
 class Emptying:
     """Moves requests off the leaving engines of one redeployment. A request goes to its planned destination if that
-    engine accepts requests, otherwise to the least loaded engine."""
+    engine accepts requests, and to the least loaded engine otherwise."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class Emptying:
         self._polled: _Look | None = None
 
     def here(self, engine: EngineId) -> Sequence[RequestView]:
-        """Return the requests that gateways report on the engine."""
+        """Return the requests that run or wait on the engine, according to the gateways' reports."""
         return self._recent_snapshot().requests.get(engine, ())
 
     async def order(self, engine: EngineId) -> int:
-        """Order all movable requests off the engine, except requests that were recently ordered to move. Return the
-        number of requests that left."""
+        """Order moves of all movable requests on the engine to other engines, except requests that were recently
+        ordered to move. Return the number of requests that left the engine."""
         look, now_s = self._recent_snapshot(), self._control_plane.clock.now_s()
         due = [r for r in self.here(engine) if r.movable and self._until_s.get(r.id, 0.0) <= now_s]
         moves = [move for request in due if (move := self._move(request, look)) is not None]

@@ -25,7 +25,7 @@ class RedeploymentMetrics:
         self._closed_s = 0.0
 
     def collect(self, history: Sequence[RedeploymentReport]) -> Iterator[Metric]:
-        """Yield the metrics. `history` contains all stored redeployments."""
+        """Yield the metrics. `history` contains the reports of all stored redeployments."""
         ended = [report for report in history if report.state is not OperationState.RUNNING]
         for report in ended:
             if report.id not in self._counted:

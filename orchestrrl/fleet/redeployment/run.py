@@ -29,7 +29,7 @@ _FREES_GPUS = (StepKind.STOP, StepKind.SLEEP)
 
 
 class RedeploymentRun(Description[RedeployStep]):
-    """One running redeployment. `changed` is called with each new state of the report."""
+    """One running redeployment. `changed` is called after each change of its report."""
 
     def __init__(self, acts: RedeployActions, log: OperationJournal, clock: Clock, changed: Callable[[], None]) -> None:
         self.acts = acts
@@ -71,8 +71,8 @@ class RedeploymentRun(Description[RedeployStep]):
         )
 
     def elapsed_s(self, engine: EngineId) -> float | None:
-        """Return the seconds from the time when the previous engines on the engine's GPUs began to leave until the
-        engine was verified. Return None if it was not verified."""
+        """Return the time, in seconds, from when the previous engines on the engine's GPUs began to leave until the
+        engine was verified. Return None if the engine was not verified."""
         gpus = {gpu for spec in self.redeployment.coming if spec.engine == engine for gpu in spec.gpus}
         in_the_way = {spec.engine for spec in self.redeployment.leaving if gpus.intersection(spec.gpus)}
         began_s, verified_s = [], []
@@ -99,7 +99,8 @@ class RedeploymentRun(Description[RedeployStep]):
         await self._operation.run()
 
     async def resume(self, entries: Sequence[JournalEntry]) -> None:
-        """Finish a redeployment whose daemon ended. `entries` are the journal entries of its steps, oldest first."""
+        """Complete or undo a redeployment that was interrupted by the end of its daemon. `entries` are the journal
+        entries of its steps, oldest first."""
         await self._operation.resume(entries)
 
     # --- called by core/operation.py
@@ -172,13 +173,13 @@ class RedeploymentRun(Description[RedeployStep]):
         return step.kind is StepKind.ADMIT
 
     def is_optional(self, step: RedeployStep) -> bool:
-        """Return whether the redeployment succeeds even if this step fails. This holds for RETIRE: an engine that could
-        not be retired is left to the next redeployment."""
+        """Return whether the redeployment succeeds even if this step fails. Only RETIRE steps are optional, because the
+        next redeployment can stop an engine that could not be retired."""
         return step.kind is StepKind.RETIRE
 
     async def again(self, chain: RedeployChain, failed: RedeployStep) -> RedeployChain:
-        """Stop an engine whose start did not complete, to free its GPUs, and return the chain of steps for another
-        attempt. An engine that could not be woken is started instead."""
+        """Stop the engine whose start failed at the step `failed`, to free its GPUs. Return the chain of steps for
+        another attempt, in which an engine that could not be woken is started instead."""
         if failed.engine is None or failed.kind not in (*_TAKES_GPUS, StepKind.SCALE, *steps.BRING_UP):
             return chain
         try:
@@ -235,8 +236,8 @@ def _unsettled(records: Iterable[StepEntry]) -> _Unsettled:
 
 
 def _closed_s(records: Collection[StepEntry]) -> float | None:
-    """Return the seconds from the fence step until requests went to the new engines, or None if no requests went to
-    them yet."""
+    """Return the time, in seconds, from the start of the fence step until requests went to the new engines. Return None
+    if no requests have gone to them yet."""
     fenced_s = [record.entry["began_s"] for record in records if record.entry["kind"] == StepKind.FENCE]
     admitted_s = [
         record.entry["began_s"] + record.entry["elapsed_s"]

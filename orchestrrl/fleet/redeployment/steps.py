@@ -2,8 +2,8 @@
 effects.
 
 The order preserves these invariants. Engines that stay never stop serving. No new requests go to an engine that is
-about to stop. An engine stops only when it has no request that its gateway would not take back. A GPU serves one engine
-at a time. New engines serve once all of them are verified. run.py carries out the steps.
+about to stop. An engine stops only when no request on it would be lost. A GPU serves one engine at a time. New engines
+serve only after all of them are verified. run.py carries out the steps.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -70,8 +70,8 @@ class ServedWeights:
 
 @dataclass(frozen=True, slots=True)
 class Redeployment:
-    """One change of the deployment. `old` and `new` are the complete deployments before and after. An engine in both
-    deployments keeps running unchanged, or is scaled if its GPUs differ."""
+    """One change of the deployment. `old` and `new` are the complete deployments before and after the change. An engine
+    in both deployments keeps running unchanged, or is scaled if its GPUs differ between them."""
 
     id: RedeploymentId
     plan: PlanId
@@ -126,7 +126,8 @@ class Redeployment:
 
 
 def can_scale(old: EngineSpec, new: EngineSpec) -> bool:
-    """Return whether the specs differ only in the number of replicas that share the experts."""
+    """Return whether an engine can be scaled from `old` to `new`. This requires that the specs differ only in the
+    number of replicas that share the experts, and that the larger engine uses all GPUs of the smaller one."""
     one, other = old.parallelism, new.parallelism
     spread = all(p.ep == p.tp * p.dp > 1 and not p.afd for p in (one, other))
     nested = set(old.gpus) < set(new.gpus) or set(new.gpus) < set(old.gpus)
@@ -188,7 +189,8 @@ _Plan = list[list[_Chain]]
 
 
 def stages_of(redeployment: Redeployment) -> tuple[Stage[RedeployStep], ...]:
-    """Return the forward stages. Engines on free GPUs are brought up while the old engines still serve."""
+    """Return the forward stages of a redeployment. Engines on free GPUs are brought up while the old engines still
+    serve."""
     held = {gpu for spec in redeployment.old for gpu in spec.gpus}
     early = [spec for spec in redeployment.coming if not held.intersection(spec.gpus)]
     late = [spec for spec in redeployment.coming if held.intersection(spec.gpus)]
@@ -227,11 +229,11 @@ def stages_back(
     scaled: Collection[EngineId] = (),
     failing: Collection[EngineId] = (),
 ) -> tuple[Stage[RedeployStep], ...]:
-    """Return the stages back to the old engines, from any point of interruption.
+    """Return the stages that lead back to the old engines, from any point of interruption.
 
     `alive` are all old and new engines whose processes exist, and `asleep` are the sleeping engines among them.
     `scaled` are engines whose scaling was begun, perhaps without effect. `failing` are engines that still exist
-    although their stop was begun or they have ended.
+    although they were being stopped or have ended.
     """
     new = [spec for spec in redeployment.coming if spec.engine in alive and spec.engine not in asleep]
     sleeping = {spec.engine for spec in redeployment.leaving if spec.engine in asleep}
@@ -283,8 +285,8 @@ def _numbered(plan: _Plan, limits: RedeployTimeouts) -> tuple[Stage[RedeployStep
 def goes_on(
     redeployment: Redeployment, done: Collection[tuple[StepKind, EngineId | None]], alive: Collection[EngineId]
 ) -> bool:
-    """Return whether an interrupted redeployment is finished rather than undone. It is finished if all new engines are
-    verified and alive, since undoing it would then cost more."""
+    """Return whether an interrupted redeployment is completed rather than undone. It is completed if all new engines
+    are verified and alive, because undoing it would then cost more than completing it."""
     ready = all((StepKind.VERIFY, spec.engine) in done and spec.engine in alive for spec in redeployment.preparing)
     # A redeployment that only stops engines is undone while all of them exist.
     began = bool(redeployment.preparing) or any((StepKind.STOP, spec.engine) in done for spec in redeployment.leaving)

@@ -1,4 +1,4 @@
-"""Convert a plan, or an operator's request, into the engines that the fleet should have, each on its GPUs, without side
+"""Convert a plan or an operator's request into the engines that the fleet should have and their GPUs, without side
 effects."""
 
 from collections import Counter
@@ -19,7 +19,7 @@ MakeSpec = Callable[[EngineId, ConfigurationId, Sequence[GpuId]], EngineSpec]
 @dataclass(frozen=True, slots=True)
 class StandingEngine:
     """The present deployment. `serving` are the deployer's engines that do not sleep, including dead engines until they
-    are stopped; `others` are the GPUs of engines that the deployer did not start."""
+    are stopped. `others` maps the GPUs of engines that the deployer did not start to these engines."""
 
     serving: tuple[EngineSpec, ...]
     asleep: tuple[EngineSpec, ...]
@@ -47,7 +47,8 @@ class TargetEngine:
 
 
 def wanted_by_plan(plan: Plan, standing: StandingEngine) -> TargetEngine:
-    """Return the target engines of a plan. Raises Permanent if the fleet has changed since the plan was made."""
+    """Return the target engines of a plan. Raises Permanent if the plan has no engines, or if the fleet has changed so
+    that the plan can no longer be carried out."""
     if not plan.instances:
         raise Permanent(f"plan {plan.id} has no engines")
     there = {spec.engine: spec for spec in standing.serving if spec.engine in standing.alive}
@@ -71,8 +72,9 @@ def wanted_by_plan(plan: Plan, standing: StandingEngine) -> TargetEngine:
 
 
 def wanted_by_targets(wish: RedeployRequest, name: str, standing: StandingEngine) -> TargetEngine:
-    """Return the requested number of engines per configuration. Existing engines are kept if they fit; new engines are
-    named after `name`. The target `nothing` stops all engines. Raises ProblemFaults with every fault of the request."""
+    """Return the target engines for a requested number of engines per configuration. Existing engines are kept if they
+    fit. New engines are named after `name`. The target `nothing` stops all engines. Raises ProblemFaults with every
+    fault of the request."""
     if wish.targets == NOTHING:
         return TargetEngine(standing.kept_anyway, sleepers_too=True)
     configurations = standing.configurations
@@ -91,7 +93,7 @@ def wanted_by_targets(wish: RedeployRequest, name: str, standing: StandingEngine
 
 
 def _taken_by(standing: StandingEngine) -> str:
-    """Return a text that lists the engines on GPUs that no redeployment can free."""
+    """Return the end of an error message, which lists the engines on GPUs that no redeployment can free."""
     kept = {gpu: spec.engine for spec in standing.kept_anyway for gpu in spec.gpus}
     words = (
         (kept, "drained by an operator, or their state is unknown"),
@@ -120,8 +122,8 @@ def _target_faults(wish: RedeployRequest, configurations: Mapping[ConfigurationI
 
 
 def _keepable(targets: Sequence[tuple[ConfigurationId, int]], standing: StandingEngine) -> list[EngineSpec]:
-    """Return the existing engines that match the targets. They are in the order in which they are dropped if the other
-    engines do not fit."""
+    """Return the existing engines that match the targets. The engines are in the order in which they are dropped if the
+    other engines do not fit."""
     untouched = {spec.engine for spec in standing.kept_anyway}
     there = [s for s in standing.serving if s.engine in standing.alive and s.engine not in untouched]
     by_configuration = {
@@ -135,8 +137,8 @@ def _keepable(targets: Sequence[tuple[ConfigurationId, int]], standing: Standing
 def _filled(
     targets: Sequence[tuple[ConfigurationId, int]], name: str, standing: StandingEngine, kept: Sequence[EngineSpec]
 ) -> list[EngineSpec] | None:
-    """Return the kept engines and the new engines, or None if the new engines do not fit. The largest engines are
-    placed first, since small engines fit into any gap."""
+    """Return the kept engines and the new engines, or None if the new engines do not fit on the free GPUs. The largest
+    engines are placed first, since small engines fit into any gap."""
     new, configurations = list(kept), standing.configurations
     have = Counter(spec.configuration for spec in kept)
     free = _free(standing, [*standing.kept_anyway, *new])
@@ -165,8 +167,9 @@ def _free(standing: StandingEngine, specs: Iterable[EngineSpec]) -> set[GpuId]:
 
 
 def _room(free: set[GpuId], size: int, per_node: int) -> tuple[GpuId, ...] | None:
-    """Return the lowest free GPUs for an engine of this size: contiguous in one node, aligned if the size divides the
-    node, or whole nodes. Returns None if no such GPUs are free."""
+    """Return the lowest free GPUs for an engine of `size` GPUs, or None if no suitable GPUs are free. An engine that
+    fits in a node gets contiguous GPUs of one node, which are aligned if the size divides the node's GPU count. A
+    larger engine gets whole nodes."""
     starts: Iterable[int]
     if size > per_node:
         starts = range(0, max(free, default=-1) + 1, per_node) if size % per_node == 0 else ()
@@ -179,8 +182,8 @@ def _room(free: set[GpuId], size: int, per_node: int) -> tuple[GpuId, ...] | Non
 
 def _reusing(wanted: TargetEngine, standing: StandingEngine) -> TargetEngine:
     """Return the target with new engines replaced by existing engines where possible. A sleeping engine of the same
-    configuration and GPUs is woken. A leaving engine that differs only in its replicas is scaled. Both engines keep
-    their ids."""
+    configuration and GPUs is woken. A leaving engine that differs only in its number of replicas is scaled. A reused
+    engine keeps its id."""
     sleeping = {(spec.configuration, spec.gpus): spec for spec in standing.asleep if spec.engine in standing.alive}
     there = {spec.engine for spec in standing.serving}
     kept = {spec.engine for spec in wanted.new}

@@ -359,7 +359,7 @@ async def _translated(command: str, work: Awaitable[T], *, is_setter: bool = Fal
         raise nonsense(f"invalid response: {error}", command=command) from None
     except (NCClientError, paramiko.SSHException, OSError, EOFError) as error:
         broken = DriverOutcomeUnknown if is_setter else DriverRetryable
-        raise broken(f"the session failed: {error or type(error).__name__}", command=command) from None
+        raise broken(f"the session failed: {str(error) or type(error).__name__}", command=command) from None
 
 
 def _rpc_error_text(error: Any) -> str:

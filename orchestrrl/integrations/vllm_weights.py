@@ -232,7 +232,7 @@ async def _call(
             text = await response.text()
             answer = await response.json() if response.status == 200 and "json" in response.content_type else {}
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise Retryable(f"cannot call {url}: {error or type(error).__name__}", RETRY_AFTER_S) from error
+        raise Retryable(f"cannot call {url}: {str(error) or type(error).__name__}", RETRY_AFTER_S) from error
     if response.status == 404:
         raise Permanent(f"{url} was not found; start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment")
     if response.status in (503, 504):

@@ -109,7 +109,7 @@ class KubernetesApi:
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise Retryable(f"the Kubernetes API server cannot be reached: {error}", RETRY_AFTER_S) from error
         except (aiohttp.ClientError, TimeoutError) as error:
-            why = f"{what} got no answer from the Kubernetes API server: {error or type(error).__name__}"
+            why = f"{what} got no answer from the Kubernetes API server: {str(error) or type(error).__name__}"
             raise (Retryable(why, RETRY_AFTER_S) if method == "GET" else OutcomeUnknown(why)) from error
         except ApiException as error:
             raise Permanent(f"{what} could not be sent: {error.reason}") from error

@@ -100,8 +100,9 @@ def judge(proposal: PlanProposal, limits: AdmissionLimits, mode: Mode, control: 
     Codes of Hold, in the order of the checks: nothing_to_do, stale_telemetry, the code of `underway`, pinned,
     no_step_times, infeasible, already_deployed, no_baseline, gain_too_small, gain_unsure, better_later, cooldown, the
     code of `blocked`, advise_only. Codes of Act: gain, overridden. The checks for pins, cooldown and `blocked` apply
-    only to a reconfiguration, because moving requests leaves the deployment unchanged. An override skips the checks of
-    the gain (no_baseline to cooldown), but never the checks that protect the fleet.
+    only to a reconfiguration, because moving requests leaves the deployment unchanged. An override is carried out even
+    if no requests are in flight. It skips the checks of the gain (no_baseline to cooldown), but never the checks that
+    protect the fleet.
     """
     control = control.at(proposal.now_s)
     overridden = control.state is ControlState.OVERRIDDEN and proposal.reconfigures
@@ -118,7 +119,7 @@ def judge(proposal: PlanProposal, limits: AdmissionLimits, mode: Mode, control: 
 
 
 def _ruled_out(proposal: PlanProposal, limits: AdmissionLimits, control: OperatorControl) -> Hold | None:
-    if not proposal.requests:
+    if not proposal.requests and control.state is not ControlState.OVERRIDDEN:
         return Hold("nothing_to_do", "no requests are in flight")
     if proposal.inputs_age_s is None:
         return Hold("stale_telemetry", "an engine or a gateway has not reported yet")
@@ -178,10 +179,12 @@ def _too_soon(proposal: PlanProposal, limits: AdmissionLimits) -> Hold | None:
 
 
 def _case(proposal: PlanProposal, overridden: bool, control: OperatorControl) -> str:
-    if overridden:
-        return f"{_change(proposal)} by the operator's override{_because(control)}"
     gain = "sooner" if proposal.gain_s is None else _sooner(proposal.gain_s)
-    return f"{_change(proposal)} ends the step {gain}, including {proposal.cost_s:.3g} s for redeployment and moves"
+    ends = f"ends the step {gain}, including {proposal.cost_s:.3g} s for redeployment and moves"
+    if not overridden:
+        return f"{_change(proposal)} {ends}"
+    forced = f"{_change(proposal)} by the operator's override{_because(control)}"
+    return f"{forced}; this {ends}" if proposal.requests and proposal.gain_s is not None else forced
 
 
 def _change(proposal: PlanProposal) -> str:

@@ -110,7 +110,7 @@ def make_plan(
     )
     lengths = _lengths(snapshot, fleet, config, history, expected)
     options = NOTHING
-    if fleet.requests and config.configurations:
+    if (fleet.requests or control.state is ControlState.OVERRIDDEN) and config.configurations:
         options = consider(
             fleet,
             lengths,
@@ -278,7 +278,7 @@ class _Case:
             later_gain_s=option.total_s - later_s if option and later_s is not None else 0.0,
             unknown=config.unknown if not config.configurations else "",
             infeasible=self._why_nothing(),
-            otherwise=NO_OTHERS if config.only_as_deployed else "no other option is faster",
+            otherwise=self._why_kept(),
             sooner_in=(int((option.ends_s < current.ends_s).sum()), len(option.ends_s)) if option and current else None,
             underway=self.history.underway,
             blocked=self.fleet.blocked if config.can_deploy else NO_DEPLOYER,
@@ -295,6 +295,11 @@ class _Case:
         restart_s = max((limit.switch_s for engine, limit in engines if engine.id not in stays), default=0.0)
         ended = len(self.snapshot.finished)
         return restart_s * ended / max(1, ended + len(self.snapshot.requests))
+
+    def _why_kept(self) -> str:
+        if self._is_overridden:
+            return "the operator's override requires it"
+        return NO_OTHERS if self.config.only_as_deployed else "no other option is faster"
 
     def _why_nothing(self) -> str:
         if not self.config.configurations:

@@ -332,12 +332,9 @@ _EMULATORS = re.compile(r"emulat|conformance|/lab/")
 def errors() -> str:
     """Return the texts of all exceptions that the code raises, by package, with placeholders in braces."""
     rows: dict[str, set[tuple[str, str]]] = {}
-    for path in sorted(each for name in PACKAGES for each in (ROOT / name).rglob("*.py")):
-        place = str(path.relative_to(ROOT))
-        if "/pb/" in place or _EMULATORS.search(place):
-            continue
+    for place, tree in _sources():
         package = rows.setdefault("/".join(place.split("/")[: 2 if place.startswith("orchestrrl") else 1]), set())
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 package |= {(f"`{message}`".replace("``", "` `"), f"`{place}`") for message in _messages(node.exc)}
     text = (
@@ -348,6 +345,14 @@ def errors() -> str:
     for name in sorted(name for name in rows if rows[name]):
         text += f"## {name}\n\n" + _table(("message", "raised in"), sorted(rows[name]))
     return text
+
+
+def _sources() -> Iterator[tuple[str, ast.Module]]:
+    """Yield the path and the syntax tree of every production file, without generated code, emulators and the lab."""
+    for path in sorted(each for name in PACKAGES for each in (ROOT / name).rglob("*.py")):
+        place = str(path.relative_to(ROOT))
+        if "/pb/" not in place and not _EMULATORS.search(place):
+            yield place, ast.parse(path.read_text())
 
 
 def _messages(call: ast.Call) -> Iterator[str]:
@@ -374,6 +379,52 @@ def _template(node: ast.expr) -> str:
     return ""
 
 
+# --- reasons of decisions
+
+_DECIDERS = {
+    "Moves between engines": ("balancer/",),
+    "Plans": ("planner/admission.py", "planner/plan.py", "planner/solver/", "orchestrrl/daemon/"),
+    "Circuits": ("planner/fabric/", "orchestrrl/fabric/", "orchestrrl/agent/"),
+    "Pauses": ("orchestrrl/fleet/", "orchestrrl/core/"),
+}
+
+
+def reasons() -> str:
+    """Return the codes and texts of all verdicts (Act and Hold) that decisions have, by kind of decision."""
+    trees = dict(_sources())
+    names = {
+        target.id: _template(each.value)
+        for tree in trees.values()
+        for each in tree.body
+        if isinstance(each, ast.Assign) and isinstance(target := each.targets[0], ast.Name)
+    }
+    text = (
+        "# Reasons of decisions\n\n"
+        "Each decision has a verdict, `act` or `hold`, with a code and a text. Commands, the journal and metrics show"
+        " the code. Braces contain the expression whose value is shown.\n\n"
+    )
+    for title, places in _DECIDERS.items():
+        rows = {
+            (f"`{code}`", verdict.lower(), f"`{detail}`".replace("``", "` `"))
+            for place, tree in trees.items()
+            if place.startswith(places)
+            for verdict, code, detail in _verdicts(tree, names)
+        }
+        text += f"## {title}\n\n" + _table(("code", "verdict", "text"), sorted(rows))
+    return text
+
+
+def _verdicts(tree: ast.Module, names: dict[str, str]) -> Iterator[tuple[str, str, str]]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id="Act" | "Hold" as verdict), args=[code, detail]):
+                codes = [code.body, code.orelse] if isinstance(code, ast.IfExp) else [code]
+                for each in codes:
+                    known = names.get(each.id, "") if isinstance(each, ast.Name) else _template(each)
+                    if known:
+                        yield verdict, known, " ".join((_template(detail) or "{" + ast.unparse(detail) + "}").split())
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration,
     "commands.md": commands,
@@ -381,6 +432,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "grpc.md": grpc,
     "journal.md": journal,
     "errors.md": errors,
+    "reasons.md": reasons,
 }
 
 

@@ -118,9 +118,13 @@ def test_an_operators_pin_holds_until_it_expires() -> None:
 def test_override_needs_no_gain_but_fresh_inputs_and_a_deployer() -> None:
     slower = replace(GOOD, makespan_s=500.0, last_redeploy_s=999.0)
     assert judge(slower, LIMITS, Mode.ACT, OVERRIDE) == Act(
-        "overridden", "2 x tp4 instead of 4 x tp2 by the operator's override: trial"
+        "overridden",
+        "2 x tp4 instead of 4 x tp2 by the operator's override: trial; this ends the step 420.0 s later, including 20 s"
+        " for redeployment and moves",
     )
-    assert judge(replace(slower, current_makespan_s=None), LIMITS, Mode.ACT, OVERRIDE).code == "overridden"
+    forced = Act("overridden", "2 x tp4 instead of 4 x tp2 by the operator's override: trial")
+    assert judge(replace(slower, current_makespan_s=None), LIMITS, Mode.ACT, OVERRIDE) == forced
+    assert judge(replace(slower, requests=0), LIMITS, Mode.ACT, OVERRIDE) == forced
     assert judge(replace(slower, inputs_age_s=6.0), LIMITS, Mode.ACT, OVERRIDE).code == "stale_telemetry"
     assert judge(replace(slower, blocked=NO_DEPLOYER), LIMITS, Mode.ACT, OVERRIDE).code == "no_deployer"
     assert judge(replace(slower, underway=OPEN), LIMITS, Mode.ACT, OVERRIDE).code == "moves_open"

@@ -390,6 +390,19 @@ def test_an_override_proposes_the_operators_configuration_even_at_a_loss() -> No
     assert plan_of(nearly_done, control=expired).verdict.code == "already_deployed"
 
 
+def test_an_override_is_carried_out_while_no_requests_are_in_flight() -> None:
+    control = OperatorControl(ControlState.OVERRIDDEN, ConfigurationId("tp4"), "trial")
+    plan = plan_of(snapshot(FLEET), control=control)
+    assert (plan.decision, plan.proposed_configuration, plan.proposed_instances) == ("reconfigure", "tp4", 2)
+    assert plan.verdict == Act("overridden", "2 x tp4 instead of 4 x tp2 by the operator's override: trial")
+    assert [instance.configuration for instance in plan.instances] == ["tp4", "tp4"]
+    assert (plan.moves, plan.lower_bound_s) == ((), 0.0)
+    done = plan_of(snapshot(FLEET), control=replace(control, configuration=ConfigurationId("tp2")))
+    assert done.verdict == Hold("already_deployed", "4 x tp2 is deployed and the operator's override requires it")
+    unknown = replace(control, configuration=ConfigurationId("exotic"))
+    assert plan_of(snapshot(FLEET), control=unknown).verdict.code == "infeasible"
+
+
 def test_an_override_to_what_is_deployed_changes_no_engine() -> None:
     control = OperatorControl(ControlState.OVERRIDDEN, ConfigurationId("tp2"), "trial")
     plan = plan_of(long_step(), control=control)

@@ -71,7 +71,7 @@ def outcome(report: dict[str, Any]) -> list[str]:
         lines.append(escape(f"serving: {_named(report['engine_ids']) or 'nothing'}"))
     still = report["closed_s"]
     moved, parked = report["requests_moved"], report["requests_parked"]
-    if still is not None or moved or parked:
+    if moved or parked:
         stood = "" if still is None else f" of stopped engines paused for at most {duration(still)}"
         lines.append(f"requests{stood}: {count(moved)} moved, {count(parked)} held by their gateway")
     return lines

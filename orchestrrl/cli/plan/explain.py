@@ -37,10 +37,10 @@ def headline(plan: dict[str, Any], now_unix_s: float) -> list[str]:
     ]
     now, then = plan["current_configuration"] or "unknown or mixed", plan["proposed_configuration"] or "mixed or none"
     deployed = f"deployed: {now}, predicted {seconds(plan['current_makespan_s'])}"
-    proposed = f"best found: {plan['proposed_instances']} x {then}, predicted {seconds(plan['proposed_makespan_s'])}"
+    proposed = f"proposed: {plan['proposed_instances']} x {then}, predicted {seconds(plan['proposed_makespan_s'])}"
     costs = f"{duration(plan['redeploy_cost_s'])} to switch, {duration(plan['migration_cost_s'])} to move"
-    best = f"{proposed} and {costs} {count(plan['moves_count'])} requests"
-    lines.append(escape(f"{deployed}; {best if plan['proposed_makespan_s'] is not None else 'no proposal'}"))
+    change = f"{proposed} and {costs} {count(plan['moves_count'])} requests"
+    lines.append(escape(f"{deployed}; {change if plan['proposed_makespan_s'] is not None else 'no proposal'}"))
     return [*lines, *(f"note: {escape(note)}" for note in plan["notes"])]
 
 
@@ -49,12 +49,12 @@ def alternatives_table(plan: dict[str, Any]) -> "Table":
     first, from the fastest to the slowest."""
     feasible = sorted((each for each in plan["alternatives"] if not each["infeasible_because"]), key=_together_s)
     ruled_out = [each for each in plan["alternatives"] if each["infeasible_because"]]
-    current_s, best_s = plan["current_makespan_s"], proposed_s(plan)
+    current_s, wanted_s = plan["current_makespan_s"], proposed_s(plan)
     slowest_s = max(map(_together_s, feasible), default=0.0)
 
     def note(option: dict[str, Any]) -> str:
-        best = best_s is not None and abs(_together_s(option) - best_s) < 1e-9
-        notes = (("deployed", _deployed(option, plan)), ("best", best))
+        proposed = wanted_s is not None and abs(_together_s(option) - wanted_s) < 1e-9
+        notes = (("deployed", _deployed(option, plan)), ("proposed", proposed), ("fastest", option is feasible[0]))
         if option["infeasible_because"]:
             return f"infeasible: {option['infeasible_because']}"
         return ", ".join(text for text, holds in notes if holds)
@@ -116,7 +116,7 @@ def predictions(plan: dict[str, Any]) -> list[str]:
     """Return lines about the lower bound of the makespan, and about the predicted and the actual makespan."""
     bound = f"lower bound for any fleet, if all lengths were known: {seconds(plan['lower_bound_s'])}"
     if plan["gap"] is not None:
-        bound += f"; the best found takes {percent(plan['gap'])} more"
+        bound += f"; the fastest alternative takes {percent(plan['gap'])} more"
     lines = [bound] if plan["lower_bound_s"] > 0 else []  # 0: no bound was computed
     if plan["correction"] not in (0.0, 1.0):
         lines.append(

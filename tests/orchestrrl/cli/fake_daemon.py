@@ -247,10 +247,10 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
     async def GetPlan(self, request: pb.GetPlanRequest, context: Context) -> pb.Plan:  # type: ignore[override]
         if self.empty:
             await refuse(context, grpc.StatusCode.NOT_FOUND, "no plan has been made yet")
-        for plan in self.plans:
-            if request.plan_id in ("", plan.plan_id):
-                return plan
-        await refuse(context, grpc.StatusCode.NOT_FOUND, f"no plan {request.plan_id!r}")
+        found = next((plan for plan in self.plans if request.plan_id in ("", plan.plan_id)), None)
+        if found is None:
+            await refuse(context, grpc.StatusCode.NOT_FOUND, f"no plan {request.plan_id!r}")
+        return found
 
     async def ListPlans(self, request: pb.ListPlansRequest, context: Context) -> pb.ListPlansResponse:  # type: ignore[override]
         self.received.append(request)

@@ -160,7 +160,7 @@ def test_plan_explain_of_the_latest_plan_that_was_carried_out(daemon: FakeDaemon
     missing = run(daemon, "plan", "explain", "--acted")
     assert (missing.exit_code, missing.stderr) == (
         1,
-        "no stored plan has been carried out: see `orchestrrl plan list`\n",
+        "no stored plan has been carried out to its end; see `orchestrrl redeploy --watch`\n",
     )
     daemon.plans += [
         pb.Plan(plan_id="plan-2", decision="reconfigure", acted=True),
@@ -197,10 +197,12 @@ def test_plan_explain(daemon: FakeDaemon) -> None:
     assert "tp1 spread - - - - - - - - - infeasible: a request of 9000 tokens does not fit" in text
     order = [text.index(name) for name in ("tp4 spread 2", "mixed (", "as it stands 4", "tp1 spread -")]
     assert order == sorted(order), "fastest first, infeasible last"
-    assert text.index("best", order[0]) < order[1], "the best is the one that is proposed"
+    assert order[0] < text.index("proposed, fastest") < order[1]
     assert "tp4 e9 kept 70 400.00 s 0 ms 0 ms 400.00 s 4-7" in text
     assert "tp4 plan-3.0 new 90 423.50 s 0 ms 2 s 425.50 s 0-3" in text
-    assert "lower bound for any fleet, if all lengths were known: 400.00 s; the best found takes 6 % more" in text
+    assert (
+        "lower bound for any fleet, if all lengths were known: 400.00 s; the fastest alternative takes 6 % more" in text
+    )
     assert "predicted decoding times are the profiles' times 1.25" in text
     assert "predicted vs. actual: 430.00 s, 441.00 s (+2.6 %)" in text
     assert "predictions: mean error 8 % over 7 steps, 3 % too long on average" in text

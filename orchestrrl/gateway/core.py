@@ -1,4 +1,5 @@
-"""The gateway without sockets: it accepts requests, relays them to engines, carries out moves, and reports state."""
+"""The core of a gateway, without its HTTP server. It accepts requests, relays them to engines, carries out moves and
+reports its state."""
 
 import asyncio
 import logging
@@ -52,8 +53,8 @@ class RequestGroup:
 
     async def run(self, listener: Callable[[RequestRecord], None] | None = None) -> None:
         """Generate all answers, and return when all of them have ended or one of them has failed. `listener` is called
-        with each record that ends, and with each streamed record that grows. Raises DuplicateRequest if an id is
-        already in flight."""
+        with each record that ends, and with each streamed record that grows. Raises DuplicateRequest if a request id is
+        already in flight or is stored with another body."""
         self._listener = listener
         await self._enter()
         try:
@@ -66,7 +67,7 @@ class RequestGroup:
             self.close()
 
     async def _answer_all(self, answers: Sequence[Coroutine[Any, Any, None]]) -> None:
-        """Run all answers concurrently. If an answer fails, cancel the other answers."""
+        """Run the coroutines of all answers concurrently. If an answer fails, cancel the other answers."""
 
         async def failed(record: RequestRecord, answer: Coroutine[Any, Any, None]) -> bool:
             await answer
@@ -100,7 +101,7 @@ class RequestGroup:
             self._gateway.store.leave(entry)
 
     def close(self) -> None:
-        """Close all records, because they have ended or their client has left. A repeated call has no effect."""
+        """Close all records after they have ended or their client has left. A repeated call has no effect."""
         try:
             self._leave()
         finally:
@@ -109,11 +110,12 @@ class RequestGroup:
                 self._gateway.close(record)
 
     def _answer(self, record: RequestRecord) -> Coroutine[Any, Any, None]:
-        """Return the coroutine that answers the record. Its relay is registered at once, before the coroutine runs."""
+        """Return a coroutine that generates the answer of the record, or that sends the stored answer if the record is
+        done. A new relay is registered at once, before the coroutine runs."""
         return self._give_again(record) if record.done else self._gateway.relay(record, self._grown).run()
 
     async def _give_again(self, record: RequestRecord) -> None:
-        """Return a stored answer to the client once more. The answer is not counted again. It is added to its group
+        """Send a stored answer to the client again. The answer is not counted again, but it is added to its group
         again, because the group may have been forgotten in the meantime."""
         self._counted.add(record.id)
         self._gateway.groups.enter(record)
@@ -129,12 +131,12 @@ class RequestGroup:
 
 
 class Gateway:
-    """Owns the ledger, the relays and the pause barrier of one gateway."""
+    """The core of one gateway, which owns the ledger, the relays and the pause barrier."""
 
     def __init__(
         self, node: NodeId, fleet: EngineBackends, *, limits: RelayLimits, store: LedgerStore | None = None
     ) -> None:
-        """Create a gateway. `store` keeps answers across restarts of the process; if it is None, answers are not
+        """Create a gateway. `store` keeps answers across restarts of the process. If `store` is None, answers are not
         stored."""
         self.node = node
         self.url = ""
@@ -154,12 +156,13 @@ class Gateway:
         self.tokens_loaded = 0
 
     def request_group(self, request: CompletionRequest, named_body: Mapping[str, Any] | None = None) -> RequestGroup:
-        """Return the group that runs this request. `named_body` is the body that the client sent, if the client named
-        the request and may reconnect for its answer."""
+        """Return a RequestGroup that runs the request. `named_body` identifies a request that its client named and for
+        whose answer the client may reconnect. It is None for other requests."""
         return RequestGroup(request, self, named_body)
 
     def relay(self, record: RequestRecord, grown: Callable[[RequestRecord], None]) -> RequestRelay:
-        """Register a relay for the record and return it. `grown` is called with the record when it grows or ends."""
+        """Register a relay for the record and return it. `grown` is called with the record when a streamed record grows
+        and when the record ends."""
         relay = RequestRelay(record, self.fleet, self.limits, grown)
         self.relays[record.id] = relay
         self.groups.enter(record)
@@ -169,7 +172,8 @@ class Gateway:
         return relay
 
     def answered(self, record: RequestRecord) -> None:
-        """Count a record that has ended. Its client may not have received the answer yet."""
+        """Count the version lag of a record that has ended, and end the answers of its group that are now redundant.
+        The client may not have received the answer yet."""
         if record.versions.oldest is not None and record.generated_tokens:
             self.version_lags[record.versions.lag(self.fleet.policy_version)] += 1
         self.cancel_redundant(record)
@@ -180,7 +184,7 @@ class Gateway:
             self._cancel(other, "redundant")
 
     def close(self, record: RequestRecord) -> None:
-        """Close the record in the ledger, which keeps a summary of it. Ends the record if it has not ended."""
+        """Close the record in the ledger, which keeps a summary. A record that has not ended is ended first."""
         if not record.done:
             record.finish("abort", None, self.clock.now_s())
         relay = self.relays.get(record.id)
@@ -190,8 +194,9 @@ class Gateway:
         self.ledger.close(record)
 
     def cancel(self, requests: Iterable[RequestId], groups: Iterable[str], reason: str) -> tuple[RequestId, ...]:
-        """End the answers of these requests and groups with the tokens generated so far. Returns the ids of the
-        requests that were still running."""
+        """End the answers of these requests and groups with the tokens generated so far. `reason` becomes the stop
+        reason of the answers, and an empty string means `cancelled`. Returns the ids of the requests that were still
+        running."""
         named = [record for name in requests if (record := self.ledger.get(name)) is not None]
         named += [record for group in groups for record in self.groups.members(group)]
         return tuple(record.id for record in named if self._cancel(record, reason or "cancelled"))
@@ -230,7 +235,7 @@ class Gateway:
         return tuple(results)
 
     def has_request(self, request: RequestId) -> bool:
-        """Return whether the request is in flight here or ended here recently."""
+        """Return whether the request is in flight in this gateway or ended here recently."""
         return request in self.relays or any(summary.id == request for summary in reversed(self.ledger.finished))
 
     async def _move(self, move: RequestMove) -> OperationItemResult:
@@ -240,8 +245,8 @@ class Gateway:
             return OperationItemResult(move.request, done=False, detail=str(refusal))
 
     async def _carry_out(self, move: RequestMove) -> OperationItemResult:
-        """Carry out one move. Raises MoveRefused if the request has ended or cannot leave its engine, or if the target
-        cannot accept it."""
+        """Carry out one move. Raises MoveRefused if the pause barrier is closed, if the request has ended or cannot
+        leave its engine, or if the target cannot accept the request."""
         relay = self.relays.get(move.request)
         target = self.fleet.get(move.to_engine)
         if not self.fleet.barrier_open:
@@ -263,7 +268,7 @@ class Gateway:
         return await relay.move(target, move)
 
     def report(self) -> GatewayReport:
-        """Return the report for the daemon, which lists every request in flight."""
+        """Return the report for the daemon. The report lists every request in flight."""
         now_s = self.clock.now_s()
         sequence, finished = self.ledger.report()
         in_flight = tuple(record.view(now_s) for record in self.ledger)
@@ -272,7 +277,7 @@ class Gateway:
         return GatewayReport(self.node, sequence, now_s, self.url, in_flight, finished, barrier, failovers, start)
 
     def acknowledge(self, sequence: int) -> None:
-        """Forget the entries of all reports up to `sequence`, which the daemon has stored."""
+        """Forget the entries of all reports up to sequence number `sequence`. The daemon has stored these reports."""
         self.ledger.acknowledge(sequence)
         self.fleet.failovers.acknowledge(sequence)
 
@@ -300,7 +305,8 @@ class Gateway:
             logger.debug("metrics of %s: %s", backend.id, error)
 
     async def watch(self) -> None:
-        """Move requests away from stalled engines, until cancelled."""
+        """Move requests away from stalled engines and retry reading unknown capabilities of engines, until
+        cancelled."""
         while True:
             await self.clock.sleep(self.limits.stall_s * WATCH_FRACTION)
             now_s = self.clock.now_s()
@@ -312,8 +318,8 @@ class Gateway:
             await asyncio.gather(*(self.fleet.learn(backend) for backend in self.fleet if backend.usable))
 
     async def models(self) -> dict[str, int | None]:
-        """Return the context length in tokens of each model by name, as reported by the engines that respond; None if
-        unknown."""
+        """Return the context length, in tokens, of each model that a responding engine serves. The keys are model
+        names. A length is None if it is unknown."""
         slots = [backend for backend in self.fleet if backend.usable]
         answers = await asyncio.gather(*(self.fleet.capabilities(backend) for backend in slots), return_exceptions=True)
         models: dict[str, int | None] = {}
@@ -325,6 +331,7 @@ class Gateway:
         return models
 
     def default_model(self) -> str:
-        """Return the model name for requests without one: the first name that an engine reported, or ""."""
+        """Return the model name for requests that name no model. It is the first name that an engine reported, or "" if
+        no name is known."""
         known = (backend.capabilities.models for backend in self.fleet if backend.capabilities is not None)
         return next((models[0] for models in known if models), "")

@@ -21,8 +21,8 @@ class FailoverCounter:
         self._reported = 0  # sequence number of the newest report
 
     def count(self, engine: EngineId, recomputed_tokens: int | None, now_s: float) -> None:
-        """Count one failover from `engine`. `recomputed_tokens` is the number of context tokens that the next engine
-        prefilled again. It is None if the failed engine had computed nothing of the request."""
+        """Count one failover from the failed engine `engine`. `recomputed_tokens` is the number of context tokens that
+        the next engine prefilled again. It is None if the failed engine had not computed any part of the request."""
         one = FailoverCounts(1, int(recomputed_tokens is not None), recomputed_tokens or 0)
         self.totals[engine] = self.totals.get(engine, FailoverCounts()) + one
         sequence = self._reported + 1
@@ -33,20 +33,22 @@ class FailoverCounter:
             del self._unacknowledged[next(iter(self._unacknowledged))]
 
     def report(self, sequence: int) -> tuple[EngineFailovers, ...]:
-        """Return the unacknowledged counts, for the report with this sequence number. Sequence numbers must increase by
-        one."""
+        """Return the unacknowledged counts for the report with sequence number `sequence`. The number must be one
+        higher than in the previous call."""
         self._reported = sequence
         return tuple(self._unacknowledged.values())
 
     def acknowledge(self, sequence: int) -> None:
-        """Forget the counts of all reports up to `sequence`. A number that was never sent is ignored."""
+        """Forget the counts of all reports up to sequence number `sequence`. A number that was never sent is
+        ignored."""
         if sequence <= self._reported:
             left = {key: each for key, each in self._unacknowledged.items() if each.sequence > sequence}
             self._unacknowledged = left
 
 
 def failover_metrics(prefix: str, totals: Mapping[EngineId, FailoverCounts]) -> Iterator[Metric]:
-    """Yield the failover metrics of the gateway or the daemon. `totals` maps each failed engine to its counts."""
+    """Yield the failover metrics of a gateway or the daemon. The name of each metric begins with `prefix`. `totals`
+    maps each failed engine to its counts."""
     counts = sorted(totals.items())
     help_text = "Requests that continued after this engine failed, stalled or aborted them."
     yield labelled_counter(f"{prefix}_failovers", help_text, "engine", [(id, each.failovers) for id, each in counts])

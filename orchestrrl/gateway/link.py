@@ -1,7 +1,8 @@
-"""The gateway's connections to the daemon. They receive routes and moves, and report every request. Clients' calls to
-the pause barrier are forwarded to the daemon, because it commands all gateways.
+"""The gateway's connections to the daemon, over which it receives routes and moves and reports every request. Clients'
+calls to the pause barrier are forwarded to the daemon, because the daemon commands all gateways.
 
-While the daemon is unreachable, the gateway continues with its last routes. Requests never wait for this module.
+While the daemon is unreachable, the gateway continues with its last routes. Completion requests never wait for the
+daemon.
 """
 
 import asyncio
@@ -45,7 +46,8 @@ MOVE_ANSWER_S = 30.0  # timeout of the daemon's call, which waits for the gatewa
 
 
 async def move_elsewhere(target: str, request: RequestId, to_engine: EngineId) -> OperationItemResult:
-    """Request a move from the daemon at `target`, for a request that another gateway holds."""
+    """Ask the daemon at `target` to move a request that another gateway holds. If the call fails, the returned result
+    contains the reason."""
     try:
         move = {"request_id": request, "to_engine_id": to_engine}
         answer = await _call(target, "MoveRequest", move, MOVE_ANSWER_S)
@@ -55,8 +57,8 @@ async def move_elsewhere(target: str, request: RequestId, to_engine: EngineId) -
 
 
 class GatewayLink:
-    """The connection of one gateway to the daemon. `run` keeps the gateway attached and sends a report every
-    `report_interval_s`."""
+    """The connection of one gateway to the daemon. `run` keeps the gateway connected and sends a report every
+    `report_interval_s` seconds."""
 
     def __init__(self, gateway: Gateway, target: str, *, report_interval_s: float) -> None:
         self._gateway = gateway
@@ -90,7 +92,7 @@ class GatewayLink:
         await asyncio.gather(self._node.run(), self._reports.run(), self._identify())
 
     async def perform(self, operation: Operation) -> OperationResult:
-        """Carry out one operation from the daemon."""
+        """Carry out one operation from the daemon and return its result."""
         match operation.action:
             case SetRoutes(routes, expected, expected_until_s):
                 faults = self._gateway.set_routes(routes, expected, expected_until_s)
@@ -144,8 +146,9 @@ _STATUSES = {
 
 
 async def ask_daemon(target: str, method: str, body: RequestBody | None) -> Mapping[str, Any]:
-    """Forward a pause barrier call to the daemon at `target`, which commands all gateways. Returns the answer as plain
-    values. Raises HttpRefusal if the daemon is unavailable or refuses the call."""
+    """Forward a pause barrier call to the daemon at `target`, which commands all gateways. `method` is the name of the
+    daemon's RPC. Returns the response as plain values. Raises HttpRefusal if the daemon is unavailable or refuses the
+    call."""
     patience_s = ANSWER_S
     fields = {} if body is None else body.model_dump(exclude_none=True)
     if isinstance(body, PauseBody):

@@ -105,7 +105,7 @@ class GatewayCollector(Collector):
         yield labelled_counter(f"{PREFIX}_requests_cancelled", help_text, "reason", cancelled)
 
     def _store(self) -> Iterator[Metric]:
-        """Yield the metrics of the ledger's store, if there is one."""
+        """Yield the metrics of the ledger's store, if the gateway has one."""
         store = self._gateway.store
         if store is None:
             return

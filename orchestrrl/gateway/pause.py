@@ -1,8 +1,8 @@
-"""The gateway's side of the pause barrier between requests and engines. It is closed while weights change.
+"""The gateway's side of the pause barrier between requests and engines. The barrier is closed while weights change.
 
-While it is closed, the gateway sends nothing to engines and quiesces them: running requests are frozen, finished or
-ended, as ordered. Every engine that supports pausing is paused, so that requests of other clients also stop. Requests
-are withdrawn from an engine that cannot be paused, and continue from their tokens later.
+While the barrier is closed, the gateway sends no requests to engines and quiesces them: running requests are frozen,
+finished or ended, as ordered. Every engine that supports pausing is paused, so that requests of other clients also
+stop. Requests are withdrawn from an engine that cannot be paused, and continue from their tokens later.
 
 The holder of a lease closes the barrier. The barrier opens when the lease ends, so a trainer or a daemon that dies does
 not leave the fleet frozen.
@@ -87,11 +87,12 @@ class GatewayPause:
     # --- closing -----------------------------------------------------------------------------------------------------
 
     async def close(self, order: CloseBarrier) -> tuple[OperationItemResult, ...]:
-        """Close the barrier and wait until all engines are quiet. Returns one item per engine. If `order.engines_run`,
-        waits only for the requests of this gateway and returns no items. Renews a lease that already holds the barrier.
+        """Close the barrier and wait until all engines are quiet. Returns one item per engine. If `order.engines_run`
+        is set, wait only for the requests of this gateway, and return no items. If the lease of the order already holds
+        the barrier, renew the lease.
 
-        Raises Permanent if another lease holds the barrier, if this lease has ended, or if the deadline passes before
-        the engines are quiet; in the last case the barrier opens again.
+        Raises Permanent if another lease holds the barrier, if the lease of the order has ended, or if the barrier
+        opens or the deadline passes before the engines are quiet. If the deadline passes, the barrier opens again.
         """
         self._take(order)
         at_rest = self._own_at_rest if order.engines_run else self._quiet
@@ -135,7 +136,8 @@ class GatewayPause:
             self._may_pause.set()
 
     def renew(self, lease: str, until_s: float) -> None:
-        """Set a new end time for the lease. Raises Permanent if the pause barrier is not closed under this lease."""
+        """Set the end of the lease to time `until_s`. Raises Permanent if the pause barrier is not closed under this
+        lease."""
         if self.closed is None or self.closed.lease != lease:
             because = self.opened_because or "it was never closed"
             raise Permanent(f"the pause barrier is not closed under lease {lease}: {because}")
@@ -169,7 +171,7 @@ class GatewayPause:
         return self.closed is not None and self.closed.lease == order.lease
 
     async def _bring_to_rest(self, backend: EngineBackend, order: CloseBarrier) -> None:
-        """Pause the engine; withdraw its requests if it cannot be paused."""
+        """Pause the engine, or withdraw its requests if it cannot be paused."""
         try:
             can_be_paused = (await self._fleet.capabilities(backend)).pause
             if not self._fleet.contains(backend):  # it has left the fleet and would never be resumed
@@ -189,8 +191,8 @@ class GatewayPause:
                 relay.withdraw()
 
     async def _take_back(self, backend: EngineBackend, order: CloseBarrier) -> int:
-        """Withdraw the requests from a paused engine, and wait until they have left it. Returns the number of requests
-        that cannot leave."""
+        """Withdraw the requests from a paused engine, and wait until they have left. Returns the number of requests
+        that cannot leave the engine."""
         here = [relay for relay in self._relays.values() if relay.backend is backend]
         taken = [relay for relay in here if relay.withdraw()]
         while self._held_by(order) and any(relay.backend is backend for relay in taken):
@@ -214,7 +216,7 @@ class GatewayPause:
             await self._clock.sleep(PAUSE_AGAIN_S)
 
     async def _expire(self, order: CloseBarrier) -> None:
-        """Open the barrier when the lease ends. The lease may be renewed until then."""
+        """Open the barrier when the lease of the order ends. The lease may be renewed until then."""
         while self.closed is not None and self._held_by(order):
             left_s = self.closed.lease_until_s - self._clock.now_s()
             if left_s <= 0:
@@ -234,10 +236,10 @@ class GatewayPause:
 
     async def open(self, order: OpenBarrier) -> tuple[OperationItemResult, ...]:
         """Open the barrier and resume the engines. Returns one item per resumed engine. If the order has no lease, the
-        barrier opens regardless of its holder. Engines are then resumed even if the barrier is already open, for
-        example engines that an earlier gateway has paused.
+        barrier opens regardless of the lease that holds it. In that case, engines are resumed even if the barrier is
+        already open, for example engines that an earlier gateway has paused.
 
-        Raises Permanent if the barrier is not closed under the lease, or if an engine is unknown.
+        Raises Permanent if the barrier is not closed under the lease, or if `order.without` names an unknown engine.
         """
         self._named(order.without, "without: ")
         if order.lease and order.lease in self._ended:
@@ -285,8 +287,9 @@ class GatewayPause:
     def _on_new_weights(
         self, version: int, without: tuple[EngineId, ...], rests: Mapping[EngineId, OperationItemResult]
     ) -> None:
-        """Set the policy version of the fleet and its engines. Engines in `without`, engines that failed to pause and
-        retired backends are marked as outdated."""
+        """Set the policy version of the fleet and its engines to `version`. Engines in `without`, engines that failed
+        to pause (according to `rests`) and retired backends are marked as outdated instead. Answers that now exceed
+        their maximum version lag are restarted or ended."""
         self._fleet.policy_version = version
         for backend in self._fleet.with_retired():
             if self._fleet.get(backend.id) is not backend:
@@ -311,8 +314,8 @@ class GatewayPause:
             self.stale_total[OnStale.ABORT] += 1
 
     def learn(self, newest: int | None) -> None:
-        """Set the fleet's policy version to the daemon's, because this gateway may have missed the opening of the
-        barrier."""
+        """Set the fleet's policy version to `newest`, the daemon's version, unless `newest` is None. This gateway may
+        have missed the opening of the barrier."""
         if newest is None or newest == self._fleet.policy_version:
             return
         self._fleet.policy_version = newest
@@ -385,14 +388,16 @@ class GatewayPause:
         self.wake_engines()
 
     def wake_engines(self) -> None:
-        """Resume engines that stayed paused when the barrier opened and now have the fleet's weights."""
+        """Resume engines that are paused although no order requires it, for example because they now have the fleet's
+        weights."""
         for backend in self._fleet.with_retired():
             if self._is_to_run(backend):
                 self._resume_later(backend)
         self._fleet.announce()
 
     async def meet(self, backend: EngineBackend) -> None:
-        """Resume a new engine that an earlier gateway left paused, after `ORPHANED_AFTER_S`."""
+        """Resume a new engine after `ORPHANED_AFTER_S` seconds if it was paused by another client, such as an earlier
+        gateway."""
         if not await self._is_paused_by_others(backend):
             return
         logger.warning("%s was found paused and will be resumed in %g s", backend.id, ORPHANED_AFTER_S)
@@ -410,7 +415,8 @@ class GatewayPause:
         return paused and self.closed is None and not backend.paused and self._fleet.get(backend.id) is backend
 
     def _named(self, engines: Sequence[EngineId], path: str = "") -> list[EngineBackend]:
-        """Return the engines with these ids. Raises Permanent if an id is unknown; the message begins with `path`."""
+        """Return the engines with these ids. Raises Permanent, with a message that begins with `path`, if an id is
+        unknown."""
         found = {engine: backend for engine in engines if (backend := self._fleet.get(engine)) is not None}
         if unknown := [engine for engine in engines if engine not in found]:
             known = ", ".join(backend.id for backend in self._fleet) or "none"

@@ -1,7 +1,7 @@
-"""Relay one request: make attempts on one engine after another until its record has an answer.
+"""Relay one request: make attempts on one engine after another until the request has an answer.
 
-An attempt ends because it finished, because it was cut (a move, or a stalled engine) or because its engine failed.
-In each case the record keeps every token, and the next attempt continues from them.
+An attempt ends because it finished, because it was cut (by a move or because its engine stalled) or because its engine
+failed. The record keeps every token, and the next attempt continues from them.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ class RequestRelay:
         self._computed_before: int | None = None  # the engine's token total when the request last seemed stalled
 
     async def run(self) -> None:
-        """Make attempts until the record is done. Cancelling stops the attempt on its engine."""
+        """Make attempts until the record is done. Cancelling this coroutine stops the current attempt on its engine."""
         try:
             while not self.record.done:
                 backend = await self._next_slot()
@@ -95,11 +95,11 @@ class RequestRelay:
 
     @property
     def kept_for(self) -> EngineId | None:
-        """The engine for which the request is parked, or None."""
+        """The engine for which the request is parked, or None if the request is not parked."""
         return self._awaited.engine if self._awaited is not None and self.backend is None else None
 
     def end(self, finish_reason: str, stop_reason: str) -> bool:
-        """End the answer with the tokens generated so far. Returns False if it has already ended."""
+        """End the answer with the tokens generated so far. Returns False if the answer has already ended."""
         if self.record.done:
             return False
         self.record.finish(finish_reason, stop_reason, self._clock.now_s())
@@ -156,8 +156,9 @@ class RequestRelay:
 
     def park_for(self, engine: EngineId, hold_s: float) -> OperationItemResult:
         """Stop the request on its engine and hold it for an engine that has not started yet. The request is held while
-        that engine is expected, or for `hold_s` if it is not expected. After that, any engine may run the request.
-        Raises MoveRefused if the request cannot leave its engine or the new engine's context is too short."""
+        that engine is expected, or for `hold_s` seconds if the engine is not expected. After that, any engine may run
+        the request. Raises MoveRefused if the request cannot leave its engine or the new engine's context is too
+        short."""
         self._check_movable()
         self._check_long_enough(self._fleet.get(engine))
         assert self._pump_task is not None
@@ -176,7 +177,7 @@ class RequestRelay:
     def redirect(self, engine: EngineId, hold_s: float) -> OperationItemResult:
         """Send a request that is on no engine to `engine`. If `engine` is not usable, the request waits for it as in
         `park_for`. Raises MoveRefused if the request has ended or is already on an engine, or if `engine` cannot accept
-        it.
+        the request.
         """
         target = self._fleet.get(engine)
         if self.record.done:
@@ -202,7 +203,7 @@ class RequestRelay:
         self._awaited = AwaitedEvent(engine, self._clock.now_s() + hold_s, engine in self._fleet.expected)
 
     def _interrupt(self) -> None:
-        """Make the task that waits for an engine begin its search again."""
+        """Make the task that waits for an engine restart its search."""
         if self._seeker is not None:
             self._interruptions += 1
             self._seeker.cancel()
@@ -304,7 +305,7 @@ class RequestRelay:
         return await self._wait_for_slot()
 
     async def _wait_for(self, awaited: AwaitedEvent) -> EngineBackend | None:
-        """Return the engine for which the request is held; return None if the engine did not start before the end of
+        """Return the engine for which the request is held. Return None if the engine did not start before the end of
         the wait or its context is too short."""
         was_expected = awaited.expected
         while True:
@@ -372,7 +373,7 @@ class RequestRelay:
         return await attempt.run(attempt.request(coalesce_tokens, move), self._on_chunk)
 
     def _on_chunk(self, chunk: Chunk) -> None:
-        """Count failovers, complete the move and notify the client, after the record has appended the chunk."""
+        """Count failovers, complete the move and notify the client. The record has already appended the chunk."""
         if self._failed and (chunk.token_ids or self.record.done):
             self._count_failovers()
         if self._move is not None and self._move.target is self.backend and (chunk.token_ids or chunk.finish_reason):
@@ -416,8 +417,9 @@ class RequestRelay:
                 self.record.forget_answer()
 
     def _after_refusal(self, backend: EngineBackend, refusal: RequestRefused) -> None:
-        """Handle an engine's refusal. The request fails unless a move brought it to this engine, or unless it has
-        already run on another engine and may be accepted elsewhere."""
+        """Handle a refusal of the request by an engine. If a move brought the request to this engine, the request
+        returns to the source of the move. If the request has tokens or has been moved, and another engine may accept
+        it, it is sent to another engine. Otherwise, the request fails."""
         self._refused_by.add(backend.id)
         others = any(other.routed and other.id not in self._refused_by for other in self._fleet)
         if self._move is not None and self._move.target is backend:
@@ -436,16 +438,17 @@ class RequestRelay:
         self._back_off(backend, str(error), error.after_s if isinstance(error, Retryable) else 0.0)
 
     def _after_shortage(self, shortage: NoConnection) -> None:
-        """Wait for a connection. The engine is not marked as suspected dead, because connections become free when other
-        requests end."""
+        """Delay the next attempt until a connection may be free. The engine is not marked as suspected dead, because
+        connections become free when other requests end."""
         if self._move is not None and self._move.submitted:
             self._back_to = self._move.source
             self._answer_move(done=False, detail=str(shortage))
         self._delay_s = shortage.after_s
 
     def _back_off(self, backend: EngineBackend, because: str, asked_s: float) -> None:
-        """Count a failed attempt, and delay the next attempt. The first failure in a row causes no delay, because
-        another engine may be usable."""
+        """Count a failed attempt, and delay the next attempt or, after too many failures, fail the request. The first
+        failure in a row causes no delay, because another engine may be usable. `asked_s` is the delay in seconds that
+        the engine requested."""
         self._failures += 1
         shown = self.record.relayed_tokens or not self.record.relayed  # a whole answer counts as running from the start
         self._failed.append((backend.id, bool(shown) and self.record.state is RequestState.RUNNING))
@@ -478,8 +481,8 @@ class RequestRelay:
     # --- stalled engines ---------------------------------------------------------------------------------------------
 
     def stalled(self, now_s: float) -> bool:
-        """Return whether the request has had no token for `stall_s`. A request that is still waiting or cannot continue
-        elsewhere is stalled only if its engine produces no token for other requests either."""
+        """Return whether the request has received no token for `stall_s` seconds. A request that is still waiting or
+        cannot continue elsewhere is stalled only if its engine produces no token for other requests either."""
         backend, record = self.backend, self.record
         if backend is None or self._pump_task is None or self._pump_task.done() or self._move is not None:
             return False
@@ -513,8 +516,8 @@ class RequestRelay:
         task.cancel()
 
     async def _computes(self, backend: EngineBackend) -> bool:
-        """Return whether the engine has computed tokens since the last call. The engine's total is compared, because
-        the progress of a non-streamed answer is not visible."""
+        """Return whether the engine has computed tokens since the last call. The engine's total is compared with its
+        value at the last call, because the progress of a non-streamed answer is not visible."""
         metrics = await backend.engine.metrics()
         before, computed = self._computed_before, metrics.generation_tokens_total + metrics.prompt_tokens_total
         self._computed_before = computed

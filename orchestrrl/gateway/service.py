@@ -95,9 +95,9 @@ async def serve(
     place: ProcessPlace | None = None,
     stop_on: int | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, or until the file descriptor `stop_on` is readable, then drain. `ready` is called
-    with the URLs of the trainers' listener and of the operator API. If `place` is given, these URLs reach only this
-    process, which also listens on the shared port."""
+    """Serve until SIGTERM or SIGINT arrives or the file descriptor `stop_on` becomes readable, then drain. `ready` is
+    called with the URLs of the trainers' listener and of the operator API. If `place` is given, these URLs reach only
+    this process, which also listens on the shared port."""
     # A request needs two connections, and the usual soft limit of 1,024 descriptors is too low.
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
@@ -180,8 +180,8 @@ class _Child:
 
 
 def serve_many(options: GatewayOptions) -> None:
-    """Serve with several processes until SIGTERM or SIGINT. Once all processes listen, prints the shared URL and then
-    the URL of each process's operator API. Raises Permanent if a process cannot listen."""
+    """Serve with several processes until SIGTERM or SIGINT arrives. Once all processes listen, the shared URL is
+    printed, followed by the URL of each process's operator API. Raises Permanent if a process cannot listen."""
     with _reserved(options.host, options.port) as port, _signals() as signalled:
         places = [ProcessPlace(index, port) for index in range(options.processes)]
         for place in places:
@@ -198,7 +198,7 @@ def serve_many(options: GatewayOptions) -> None:
 
 
 def _keep_running(options: GatewayOptions, children: list[_Child], signalled: int) -> None:
-    """Restart processes that end, until a signal arrives."""
+    """Restart processes that end, until a signal makes the file descriptor `signalled` readable."""
     while True:
         ready = wait([signalled, *(child.process.sentinel for child in children)])
         if signalled in ready:
@@ -221,7 +221,7 @@ def _started(options: GatewayOptions, place: ProcessPlace) -> _Child:
 
 
 def _run(options: GatewayOptions, place: ProcessPlace, line: Connection) -> None:
-    """Serve in a child process."""
+    """Serve in a child process. `line` is the connection to the parent process."""
     log_to_stderr(options.log_level)
     try:
         asyncio.run(serve(options, lambda *urls: line.send(urls), place, line.fileno()))

@@ -14,8 +14,8 @@ _CODINGS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate
 
 
 class RequestBody(BaseModel):
-    """The body of a POST request. Fields have the names of the daemon's messages. A field whose name in the body
-    differs has an alias."""
+    """The body of a POST request. Field names are those of the daemon's messages. A field that has another name in the
+    HTTP body has an alias."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -24,8 +24,8 @@ B = TypeVar("B", bound=BaseModel)
 
 
 def read_as(kind: type[B], request: HttpRequest) -> B:
-    """Return the validated body. A missing body is treated as an empty object. Raises HttpRefusal with all faults of
-    the body."""
+    """Return the body, validated as an instance of `kind`. A missing body is treated as an empty object. Raises
+    HttpRefusal with all faults of the body."""
     try:
         return kind.model_validate(read_json(read_body(request, empty=b"{}")))
     except ValidationError as error:
@@ -35,7 +35,7 @@ def read_as(kind: type[B], request: HttpRequest) -> B:
 
 def read_body(request: HttpRequest, *, empty: bytes | None = None) -> bytes:
     """Return the decompressed body, or `empty` if the request has no body. Raises HttpRefusal if the body is missing
-    although `empty` is None, or cannot be decompressed."""
+    and `empty` is None, or if the body cannot be decompressed."""
     if empty is None and request.fields.keys().isdisjoint(("content-length", "transfer-encoding")):
         raise HttpRefusal("Content-Length: is required", "Content-Length", status=411)
     data = request.body
@@ -57,8 +57,9 @@ def _codings(request: HttpRequest) -> list[str]:
 
 
 def decompressed(data: bytes, coding: str) -> bytes:
-    """Return the decompressed data. Raises HttpRefusal if the data has an unsupported coding, ends early or is too
-    large after decompression. Raw deflate data is accepted, since some clients omit the zlib frame of `deflate`."""
+    """Return the decompressed data. `coding` is `gzip`, `x-gzip` or `deflate`. Raises HttpRefusal if the data does not
+    match `coding`, ends early or is too large after decompression. For `deflate`, raw data without the zlib frame is
+    accepted, because some clients omit the frame."""
     try:
         return _decompressed(data, _CODINGS[coding])
     except zlib.error as error:

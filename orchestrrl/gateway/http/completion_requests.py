@@ -1,5 +1,5 @@
-"""Parse completion requests, without side effects. `n` and lists of prompts are split, so that each answer to a body
-has a separate record.
+"""Parse completion requests, without side effects. A request for several answers (`n`, or a list of prompts) is split
+into one record per answer.
 
 The types of known fields (field_types.py) and the values that the gateway relies on are checked. The engine checks
 everything else.
@@ -41,8 +41,8 @@ _RANK_HEADER = "x-data-parallel-rank"
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """One parsed body. Records are sorted by index: first the answers to the first prompt, then the answers to the
-    second, and so on."""
+    """The parsed body of one completion request. The records are in the order of their indices: first the answers to
+    the first prompt, then the answers to the second prompt, and so on."""
 
     form: ResponseForm
     records: tuple[RequestRecord, ...]
@@ -61,8 +61,8 @@ def read_completion_request(
     now_s: float,
     headers: tuple[tuple[str, str], ...] = (),
 ) -> CompletionRequest:
-    """Return the records of one body. `headers` are the client's headers for engines. Raises HttpRefusal with all
-    faults if the body is invalid."""
+    """Return the parsed body with one record per answer. `headers` are the client's headers that are forwarded to
+    engines. Raises HttpRefusal with all faults if the body, the request id, the group or the tag is invalid."""
     if not isinstance(body, dict):
         raise HttpRefusal(f"the body must be a JSON object, got {shown(body)}")
     prompts = _prompts(body) if endpoint is CompletionEndpoint.COMPLETIONS else [None]
@@ -141,7 +141,8 @@ def _body_faults(endpoint: CompletionEndpoint, body: Mapping[str, Any], prompts:
 
 
 def _several_faults(body: Mapping[str, Any], prompts: int, faulty: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield the faults of a body that requests more than one answer per prompt."""
+    """Yield the faults of a body that requests more than one answer per prompt. Each fault is a field and a message.
+    `prompts` is the number of prompts, and `faulty` names the fields whose faults are already known."""
     answers = body["n"]
     temperature = None if "temperature" in faulty else body.get("temperature")
     if body.get("use_beam_search"):
@@ -170,7 +171,8 @@ def _prompt_faults(prompt: object, prompts: int) -> Iterator[tuple[str, str]]:
 
 
 def _prompts(body: Mapping[str, Any]) -> Sequence[str | list[int] | None]:
-    """Return the prompts of the body, each as text or token ids; an empty list if the field is invalid."""
+    """Return the prompts of the body as text or token ids. A prompt that consists of embeddings is returned as None.
+    The list is empty if the field `prompt` is missing or invalid."""
     prompt = body.get("prompt")
     if prompt is None and body.get("prompt_embeds") is not None:
         return [None]
@@ -190,7 +192,8 @@ def _is_ids(items: list[Any]) -> bool:
 
 
 def _own_body(shared: Mapping[str, Any], prompt: str | list[int] | None, sample: int | None) -> Mapping[str, Any]:
-    """Return the body for one answer. Each of the `n` samples has a different seed, which is derived as in vLLM."""
+    """Return the body for one answer. `sample` is the index of the answer among the `n` answers to the prompt, or None
+    if `n` is 1. If the body has a seed, `sample` is added to the seed, as in vLLM."""
     body = dict(shared)
     if prompt is not None:
         body["prompt"] = prompt
@@ -233,8 +236,8 @@ def _form(
 
 
 def _role(body: Mapping[str, Any]) -> str:
-    """Return the role of the answer. It is `assistant` or, if the request has no generation prompt, the role of the
-    last message, which the answer continues."""
+    """Return the role of the answer. It is `assistant` or, if `add_generation_prompt` is false, the role of the last
+    message, which the answer continues."""
     messages = body.get("messages")
     if body.get("add_generation_prompt", True) or not isinstance(messages, list) or not messages:
         return "assistant"

@@ -1,9 +1,9 @@
 """The gateway's HTTP server, which parses requests with httptools and writes responses.
 
 A general-purpose HTTP server would cost more per request and per piece of an answer than the gateway's own work. This
-server accepts and refuses the same requests as aiohttp's (tests/orchestrrl/gateway/test_http_connection_oracle.py sends
-the same bytes to both). As in aiohttp, a client that closes its side of the connection is treated as disconnected, even
-if it can still read.
+server accepts and refuses the same requests as the server of aiohttp
+(tests/orchestrrl/gateway/test_http_connection_oracle.py sends the same bytes to both servers). As in aiohttp, a client
+that closes its side of the connection is treated as disconnected, even if it can still read.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class HttpRequest:
 
     @cached_property
     def fields(self) -> Mapping[str, str]:
-        """The headers by lower-case name. Only the first header of each name is included."""
+        """The header values by lower-case name. If a name occurs more than once, only its first value is included."""
         return {name.lower(): value for name, value in reversed(self.headers)}
 
 
@@ -78,8 +78,8 @@ class HttpAnswer(NamedTuple):
 
 
 def log_refusal(asked: str, peer: object, status: int, message: str) -> None:
-    """Log a client error (a status below 500) in one line, without unprintable characters. Other errors are logged
-    where they occur."""
+    """Log the refusal of a request if `status` is below 500. The log entry is one line without unprintable characters.
+    Refusals with other statuses are logged where they occur."""
     if status >= 500:
         return
     text = "".join(character if character.isprintable() else " " for character in f"{asked}: {status}: {message}")
@@ -87,7 +87,8 @@ def log_refusal(asked: str, peer: object, status: int, message: str) -> None:
 
 
 class HttpConnection(asyncio.Protocol):
-    """One HTTP connection. A request's handler writes its response here, and is cancelled if the client disconnects."""
+    """One HTTP connection. The handler of a request writes its response to the connection, and is cancelled if the
+    client disconnects."""
 
     def __init__(self, server: "HttpServer") -> None:
         self._server = server
@@ -126,7 +127,7 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def busy(self) -> bool:
-        """Return whether a request is being answered, or the client has not yet read the response."""
+        """Return whether a request is being answered, or a response has not been sent completely."""
         return self._task is not None or self._transport.get_write_buffer_size() > 0
 
     # --- answers -----------------------------------------------------------------------------------------------------
@@ -141,7 +142,8 @@ class HttpConnection(asyncio.Protocol):
         self._transport.write(head.encode() + (b"" if self._bodiless else answer.body))
 
     def piece(self, data: bytes, *, last: bool = False) -> None:
-        """Write a piece of a streamed response. Before the first piece, the head is written."""
+        """Write a piece of a streamed response. The head of the response is written before the first piece. If `last`
+        is set, the response ends after the piece."""
         end = b"0\r\n\r\n" if last else b""
         chunked = self._version == "1.1"  # in HTTP/1.0, the response ends with the connection
         head = b""
@@ -161,13 +163,13 @@ class HttpConnection(asyncio.Protocol):
         return "Connection: keep-alive\r\n" if self._version == "1.0" else ""
 
     async def drain(self) -> None:
-        """Wait until the client has read enough for more to be written."""
+        """Wait until the client has read enough of the response that more can be written."""
         if not self.writable:
             self._drained = self._drained or asyncio.get_running_loop().create_future()
             await self._drained
 
     async def close(self) -> None:
-        """Close the connection and cancel the current request."""
+        """Close the connection, cancel the current request and wait until its handler has ended."""
         task = self._task
         self._transport.close()
         if task is not None:
@@ -189,7 +191,7 @@ class HttpConnection(asyncio.Protocol):
             self._transport.close()
 
     def _cut(self, task: "asyncio.Task[None]") -> None:
-        """Cancel the task, unless it was already cancelled: a second cancellation would interrupt the cleanup after the
+        """Cancel the task, unless it was already cancelled. A second cancellation would interrupt the cleanup after the
         first."""
         if not task.cancelling():
             task.cancel()
@@ -261,8 +263,8 @@ class HttpConnection(asyncio.Protocol):
             self._requests.append(refusal)
 
     def _without_upgrade(self) -> bytes:
-        """Return the head of an upgrade request without its Upgrade header, because the parser skips the body of such a
-        request."""
+        """Return the head of an upgrade request without its Upgrade header, and reset the parser. With the Upgrade
+        header, the parser would skip the body of the request."""
         headers = [b"%b: %b\r\n" % header for header in self._headers if header[0].lower() != b"upgrade"]
         line = b"%b %b HTTP/%b" % (self._parser.get_method(), self._url, self._parser.get_http_version().encode())
         head = b"%b\r\n%b\r\n" % (line, b"".join(headers))
@@ -403,8 +405,8 @@ def _too_large() -> HttpRefusal:
 
 
 def _parser_refusal(error: Exception, data: bytes) -> HttpRefusal:
-    """Return a refusal with the parser's error. The error does not quote the request, which may contain a
-    credential."""
+    """Return the refusal of a request that the parser rejected. The message contains the parser's error and at most the
+    name of a header, because the rest of the request may contain a credential."""
     if data.startswith(b"\x16\x03"):
         return HttpRefusal("the request is HTTPS, but this port serves HTTP")
     named = _FAULTY_HEADER.search(data)
@@ -421,8 +423,8 @@ class HttpServer:
         self._listeners: list[asyncio.Server] = []
 
     async def listen(self, host: str, port: int, *, shared: bool = False) -> int:
-        """Listen on a port and return it. Port 0 selects a free port. If `shared`, other processes may listen on the
-        same port."""
+        """Listen on a port and return its number. Port 0 selects a free port. If `shared` is set, other processes may
+        listen on the same port."""
         loop = asyncio.get_running_loop()
         server = await loop.create_server(
             lambda: HttpConnection(self), host, port, backlog=4096, reuse_port=shared or None

@@ -1,8 +1,8 @@
 """Parse the JSON of a request's body, and check that known fields have the types that engines expect. The functions
 have no side effects.
 
-A body that passes these checks can be sent to any engine: its text is valid Unicode, its numbers are finite and its
-nesting can be serialised again. The engine itself checks and reports invalid ranges and combinations.
+A body that passes these checks can be sent to any engine: its text is valid Unicode, its numbers are finite, and it is
+not nested too deeply to be serialised again. The engine itself checks and reports invalid ranges and combinations.
 """
 
 import json
@@ -56,19 +56,19 @@ def read_json(data: bytes) -> Any:
 
 
 def shown(value: object) -> str:
-    """Return a short representation of a value for messages."""
+    """Return a short representation of a value for error messages."""
     return cut(_values.repr(value), 80)
 
 
 def raise_faults(faults: Iterable[tuple[str, str]]) -> None:
-    """Raise HttpRefusal with all faults if there are any. Each fault is a path and a message."""
+    """Raise HttpRefusal with the faults if there are any. Each fault consists of the path of a field and a message."""
     if found := list(islice(faults, MOST_FAULTS)):
         raise HttpRefusal(few([f"{path}: {wrong}" for path, wrong in found]), found[0][0])
 
 
 def _unfit(value: Any, path: tuple[int | str, ...], *, escapes: bool) -> Iterator[tuple[str, str]]:
-    """Yield the faults, as path and message, that make a value unfit for any engine. `escapes` is True if the text may
-    contain lone surrogates."""
+    """Yield the path and message of each fault that makes the value unsuitable for any engine. `path` is the position
+    of the value in the body. `escapes` is True if the text may contain lone surrogates."""
     kind = type(value)
     if kind is dict or kind is list:
         if len(path) >= MOST_DEPTH:
@@ -205,7 +205,7 @@ def type_faults(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> dict[s
 
 
 def with_types(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body, which must be valid, with integer fields converted to int and flags converted to bool. The
+    """Return the body with integer fields converted to int and flags converted to bool. The body must be valid. The
     conversion is needed because engines also accept 16.0 as an integer and 1 as a flag."""
     read = dict(body)
     for name, value in body.items():

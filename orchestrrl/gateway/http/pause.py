@@ -36,7 +36,7 @@ class PauseBody(RequestBody):
 
     @property
     def within_s(self) -> float:
-        """Seconds within which all engines must be quiet."""
+        """The time, in seconds, within which all engines must be quiet."""
         return self.lease_s if self.deadline_s is None else self.deadline_s
 
 
@@ -48,7 +48,8 @@ class RenewBody(RequestBody):
 
 
 class ResumeBody(RequestBody):
-    """The body of POST /orchestrrl/resume. If the lease id is omitted, the request ends the lease of any holder."""
+    """The body of POST /orchestrrl/resume. If `lease_id` is omitted, the pause barrier opens regardless of the lease
+    that holds it."""
 
     lease_id: str = ""
     policy_version: _Version | None = None
@@ -81,11 +82,11 @@ _Handler = Callable[[HttpRequest, HttpConnection], Awaitable[HttpAnswer]]
 
 class PauseEndpoints:
     """The HTTP endpoints of the pause barrier. `daemon` is a function that calls the daemon, which commands all
-    gateways. It is None if this gateway is the only one."""
+    gateways. It is None if the gateway has no daemon."""
 
     def __init__(self, gateway: Gateway, daemon: Daemon | None = None, *, alone: bool = True) -> None:
-        """Create the endpoints. `alone` is False if other processes serve the same port; these endpoints then require a
-        daemon."""
+        """Create the endpoints. `alone` is False if other processes serve the same port. In that case, calls are
+        refused if `daemon` is None."""
         self._gateway = gateway
         self._daemon = daemon
         self._alone = alone
@@ -105,7 +106,8 @@ class PauseEndpoints:
     def _handler(
         self, method: str, kind: type[RequestBody] | None, act: Callable[[Any], Awaitable[Mapping[str, Any]]]
     ) -> _Handler:
-        """Return a handler that calls the daemon's `method`, or `act` without a daemon."""
+        """Return a handler that calls the daemon's `method`, or `act` if the gateway has no daemon. `kind` is the type
+        of the request's body, or None if the request has no body."""
 
         async def handle(request: HttpRequest, _: HttpConnection) -> HttpAnswer:
             body = None if kind is None else read_as(kind, request)
@@ -122,7 +124,7 @@ class PauseEndpoints:
         return handle
 
     def _with_urls(self, answer: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Add each engine's URL to the daemon's answer, for clients that transfer weights. The daemon's own answer has
+        """Add each engine's URL to the daemon's response, for clients that transfer weights. The daemon itself returns
         no URLs."""
         for engine in answer.get("engines", ()):
             backend = self._gateway.fleet.get(EngineId(engine["engine_id"]))
@@ -159,8 +161,8 @@ class PauseEndpoints:
         return await self._shown()
 
     def _remember(self, version: int | None, source: str) -> None:
-        """Store the folder of the newest version's weights. If a newer version has no folder, the stored folder is
-        cleared."""
+        """Store `source`, the folder of the weights, if `version` is None or the newest version. If a newer version has
+        no known folder, the stored folder is cleared."""
         newest = self._gateway.barrier.report().policy_version
         known_version, known = self._set_source
         given = source if version in (None, newest) else ""
@@ -171,7 +173,8 @@ class PauseEndpoints:
         return {"cancelled_ids": list(cancelled)}
 
     async def _shown(self, items: tuple[OperationItemResult, ...] = ()) -> Mapping[str, Any]:
-        """Return the state of the barrier in the daemon's format."""
+        """Return the state of the barrier in the daemon's format. `items` are the results of the engines. If `items` is
+        empty, the results of the last closing are used."""
 
         barrier = self._gateway.barrier
         report, closed = barrier.report(), barrier.closed

@@ -1,7 +1,8 @@
-"""Build OpenAI's responses, stream chunks and error objects, with vLLM's extensions. The functions have no side
-effects.
+"""Build responses, stream chunks and error objects in OpenAI's format, with vLLM's extensions. The functions have no
+side effects.
 
-Chunks are assembled as text around the few parts that change, because each token needs a chunk.
+Each token may need a chunk, so serialising whole chunks would be slow. Instead, the few parts that change are inserted
+into prepared text.
 """
 
 import json
@@ -39,7 +40,7 @@ def error_body(message: str, status: int, param: str | None = None) -> dict[str,
 
 
 def event(value: Mapping[str, Any]) -> bytes:
-    """Return one server-sent event."""
+    """Return `value` as a server-sent event."""
     return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -80,7 +81,7 @@ class ResponseForm:
 
 def usage(records: Sequence[RequestRecord], prompts: Sequence[RequestRecord]) -> dict[str, Any]:
     """Return the usage object of all answers. `prompts` has one record per distinct prompt, so that each prompt is
-    counted once. If no answer has moved, additional counts from the engines are summed."""
+    counted once. If no answer has moved, the sums of additional counts from the engines are included."""
     prompt_tokens = sum(record.prompt_tokens for record in prompts)
     completion_tokens = sum(record.generated_tokens for record in records)
     counts = {
@@ -139,14 +140,14 @@ def _choices(form: ResponseForm, records: Sequence[RequestRecord]) -> list[dict[
 
 
 def _engine_fields(record: RequestRecord) -> Mapping[str, Any]:
-    """Return the additional fields that the engine returned for the whole answer."""
+    """Return the engine's fields for the whole answer that the gateway does not write itself."""
     if record.relayed_answer is None:
         return record.answer_fields
     return {name: value for name, value in record.relayed_answer.items() if name not in _WRITTEN_FIELDS}
 
 
 def _common_fields(records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Return the additional fields from the engines that are equal in all answers."""
+    """Return the fields of `_engine_fields` that are equal in all answers."""
     first, *others = [_engine_fields(record) for record in records]
     return {
         name: value
@@ -190,7 +191,8 @@ def _prompt_ids(record: RequestRecord) -> list[int] | None:
 
 
 def _merge_extra(message: dict[str, Any], extra: Mapping[str, Any]) -> None:
-    """Merge a streamed delta into the message as OpenAI's clients do: texts are concatenated, tool calls by index."""
+    """Merge a streamed delta into the message as OpenAI's clients do. Texts are concatenated, and tool calls are merged
+    by index."""
     for name, value in extra.items():
         before = message.get(name)
         if isinstance(value, str) and isinstance(before, str):
@@ -215,8 +217,8 @@ def _merge_tool_call(calls: list[dict[str, Any]], call: Mapping[str, Any]) -> No
 
 
 def _logprobs(form: ResponseForm, logprobs: Sequence[TokenLogprob], first_offset: int) -> dict[str, Any]:
-    """Return an answer's logprobs object. For completions it includes each token's character offset, starting at
-    `first_offset`."""
+    """Return the logprobs object of an answer. For the completions endpoint, the object includes the character offset
+    of each token. The first token has offset `first_offset`."""
     if form.chat:
         return {"content": _chat_logprobs(logprobs, form.top_logprobs)}
     lengths = [len(item.token) for item in logprobs]
@@ -244,7 +246,8 @@ def _chat_logprob(token: str, logprob: float) -> dict[str, Any]:
 
 
 class ChunkWriter:
-    """Writes the stream chunks of one answer (one index) in the client's format."""
+    """Writes the stream chunks of one answer in the format that the client requested. `index` is the index of the
+    answer in the response."""
 
     def __init__(self, form: ResponseForm, index: int, record: RequestRecord) -> None:
         self._form = form
@@ -275,8 +278,9 @@ class ChunkWriter:
         return "".join(parts).encode()
 
     def _passed_on(self, event: Mapping[str, Any], version: int | None) -> str:
-        """Return an engine's event with the gateway's id, creation time and index, or "" for an event without choices.
-        Such an event contains only the usage, and the usage of all answers is written at the end of the stream."""
+        """Return the engine's event with the gateway's response id, creation time and index, or "" for an event without
+        choices. An event without choices contains only the usage, which the gateway writes for all answers at the end
+        of the stream."""
         if not event["choices"]:
             return ""
         self._begun = True
@@ -288,7 +292,8 @@ class ChunkWriter:
         return f"data: {json.dumps({**event, **named}, separators=(',', ':'))}\n\n"
 
     def _begin(self) -> str:
-        """Return the first chunk of a chat stream, which contains the role, or "" if it is not needed."""
+        """Return the first chunk of a chat stream, which contains the role. Return "" if the stream has begun or is not
+        a chat stream."""
         if self._begun or not self._chat:
             return ""
         self._begun = True
@@ -345,7 +350,7 @@ class ChunkWriter:
 
 
 def _written(fields: Mapping[str, Any] | None) -> str:
-    """Return the JSON of fields to append within an object, or "" if there are none."""
+    """Return the fields as JSON text that can be appended inside an object, or "" if there are no fields."""
     return f",{json.dumps(fields, separators=(',', ':'))[1:-1]}" if fields else ""
 
 

@@ -1,4 +1,4 @@
-"""The gateway's two HTTP listeners: OpenAI's endpoints for trainers, and the operator API.
+"""The gateway's two HTTP listeners: one with OpenAI's endpoints for trainers, and one with the operator API.
 
 The operator API shows every request's text, moves and cancels requests and closes the pause barrier. It therefore has
 its own port, and listens on loopback unless configured otherwise.
@@ -87,12 +87,14 @@ def url_of(host: str, port: int) -> str:
 
 
 class GatewayServer:
-    """The HTTP server of one gateway. Call `start` and `start_operator`, then `drain` and `close`."""
+    """The HTTP server of one gateway. Call `start` and `start_operator` to start it, and `drain` and then `close` to
+    stop it."""
 
     def __init__(
         self, gateway: Gateway, *, barrier: PauseEndpoints | None = None, elsewhere: Elsewhere | None = None
     ) -> None:
-        """Create the server. `elsewhere` requests the move of a request that another gateway holds."""
+        """Create the server. `elsewhere` is a function that moves a request held by another gateway. It is None if this
+        server cannot move such requests."""
         self._gateway = gateway
         self._draining = False
         self._registry = CollectorRegistry(auto_describe=False)
@@ -120,17 +122,17 @@ class GatewayServer:
         self._operators = HttpServer(partial(self._answer, self.operator_routes))
 
     async def start(self, host: str, port: int) -> str:
-        """Listen for trainers and return the URL. Port 0 selects a free port."""
+        """Start the listener for trainers and return its URL. Port 0 selects a free port."""
         return url_of(host, await self.trainers.listen(host, port))
 
     async def start_operator(self, host: str, port: int) -> str:
-        """Listen for operators and return the URL. Port 0 selects a free port."""
+        """Start the listener for operators and return its URL. Port 0 selects a free port."""
         self._operator_at = host, await self._operators.listen(host, port)
         return url_of(*self._operator_at)
 
     async def drain(self, limit_s: float) -> int:
         """Refuse new requests and wait up to `limit_s` seconds for running requests. Returns the number of requests
-        that still run."""
+        that are still running."""
         self._draining = True
         deadline_s = self._gateway.clock.now_s() + limit_s
         # A request still runs, or its response is still being written.
@@ -192,7 +194,8 @@ class GatewayServer:
         return HttpAnswer.of_json(job.failure.error, job.failure.status)
 
     def _job(self, endpoint: CompletionEndpoint, request: HttpRequest) -> RequestGroup:
-        """Parse the body and return the RequestGroup with its records. Raises HttpRefusal if the body is invalid."""
+        """Parse the request and return the RequestGroup with its records. Raises HttpRefusal if the request is invalid
+        or the gateway is draining."""
         if self._draining:
             raise HttpRefusal("the gateway is shutting down", status=503)
         body = read_json(read_body(request))
@@ -242,7 +245,7 @@ class GatewayServer:
         return HttpAnswer.of_json(info)
 
     def _operator_url(self, request: HttpRequest) -> str | None:
-        """Return the URL of the operator API as seen by the client; None if it is not served."""
+        """Return the URL at which the client can reach the operator API, or None if the operator API is not served."""
         if self._operator_at is None:
             return None
         host, port = self._operator_at
@@ -256,8 +259,8 @@ class GatewayServer:
         return HttpAnswer(text, content_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _requests(self, request: HttpRequest, _: HttpConnection) -> HttpAnswer:
-        """Return the requests in flight and the requests that ended last. If the query is `?id=R`, return request R
-        with its tokens."""
+        """Return the requests in flight and the requests that ended last. If the query is `?id=R`, return only request
+        R with its tokens. Request R must be in flight."""
         wanted = next(iter(parse_qs(_target(request)[1], keep_blank_values=True).get("id", ())), None)
         now_s = self._gateway.clock.now_s()
         if wanted is not None:
@@ -288,7 +291,8 @@ class GatewayServer:
 
 
 def _target(request: HttpRequest) -> tuple[str, str]:
-    """Return the path, without percent-encoding, and the query."""
+    """Return the percent-decoded path and the query of the request's URL. A path with an encoded slash is not decoded.
+    Raises HttpRefusal if the URL is invalid."""
     url = request.url
     if not url.startswith("/"):
         try:
@@ -301,17 +305,17 @@ def _target(request: HttpRequest) -> tuple[str, str]:
 
 
 def _asked(request: HttpRequest) -> str:
-    """Return the method and path for log messages. The URL's query and credentials are left out, because they may be
-    secret."""
+    """Return the request's method and path for log messages. The URL's query and credentials are omitted, because they
+    may be secret."""
     with suppress(HttpRefusal):
         return f"{request.method} {cut(_target(request)[0], 100)}"
     return request.method
 
 
 def end_to_end(headers: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Return the headers to forward to the engine, in their original order: all headers except headers that concern
-    only the connection and headers that the gateway sets or reads. Examples of forwarded headers are `Authorization`,
-    `X-Session-ID` and `traceparent`."""
+    """Return the headers to forward to the engine, in their original order. Headers that concern only the connection,
+    that describe the body, or that the gateway sets or reads are omitted. Examples of forwarded headers are
+    `Authorization`, `X-Session-ID` and `traceparent`."""
     passed_on = [
         (name, value) for name, value in headers if name.lower() not in _OWN and not name.lower().startswith("content-")
     ]
@@ -322,8 +326,8 @@ def end_to_end(headers: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...
 
 
 def _named(body: Mapping[str, Any], headers: Iterable[tuple[str, str]]) -> Mapping[str, Any]:
-    """Return the body that identifies a named request in the ledger. It includes a digest of the credential, so that a
-    stored answer is returned only for the same credential."""
+    """Return the body that identifies a named request in the ledger. It includes a digest of the client's credential,
+    so that a stored answer is returned only to a client with the same credential."""
     credentials = [value for name, value in headers if name.lower() == "authorization"]
     if not credentials:
         return body
@@ -332,7 +336,7 @@ def _named(body: Mapping[str, Any], headers: Iterable[tuple[str, str]]) -> Mappi
 
 async def _stream(connection: HttpConnection, job: RequestGroup) -> None:
     """Run the request and write its answers as server-sent events. Text that a slow client has not read stays in the
-    records."""
+    records. If the request fails before the first event, nothing is written."""
     indices = {record.id: index for index, record in enumerate(job.records)}
     writers: dict[RequestId, ChunkWriter] = {}  # created once the answer's creation time is known
 

@@ -1,13 +1,13 @@
 """The gateway's ledger on disk: pieces of answers in SQLite, shared by all gateway processes of a machine.
 
-Rows are only appended. They are found by the key of their request, and the oldest rows are removed first. Writes are
-not synchronous (`synchronous = NORMAL`: SQLite calls fsync at a checkpoint, not for each transaction). A power cut may
-lose recent pieces, which were delivered or are generated again, and the file stays consistent. A killed process loses
-nothing that it has committed.
+Rows are appended and never changed. They are found by the key of their request, and the oldest rows are removed first.
+Writes are not synchronous (`synchronous = NORMAL`: SQLite calls fsync at a checkpoint, not for each transaction). A
+power failure may lose recent pieces, but the file stays consistent. The lost pieces were already delivered or are
+generated again. A killed process loses nothing that it has committed.
 
-Claims show which process serves a request. A claim is a lock on one byte of a file. Taking and releasing it needs one
-system call each and no disk access, and the lock ends with its process. (Open file description locks, fcntl(2): they
-also exclude another RequestClaims of the same process.)
+Claims show which process serves a request. A claim is a lock on one byte of a file. Taking or releasing a claim needs
+one system call and no disk access, and the lock is released when its process ends. The locks are open file description
+locks (fcntl(2)), so they also exclude another RequestClaims of the same process.
 """
 
 import errno
@@ -53,7 +53,8 @@ ROWS_OF_A_STATEMENT = 64
 
 
 class NamedRequest(NamedTuple):
-    """A request that its client named. `created_s` is the creation time that its answer contains."""
+    """A request to which its client gave the id `name`. `digest` identifies the endpoint and the body, and `created_s`
+    is the creation time in the response."""
 
     name: str
     digest: bytes
@@ -68,12 +69,12 @@ class AnswerRow(NamedTuple):
 
 
 class AnswerFile:
-    """One connection to the ledger's file, used by one thread at a time. All methods raise sqlite3.Error if the disk
-    fails."""
+    """A connection to the ledger's file, to be used by one thread at a time. All methods raise sqlite3.Error if the
+    disk fails."""
 
     def __init__(self, path: Path, busy_within_s: float = BUSY_WITHIN_S) -> None:
-        """Open or create the file. Raises sqlite3.Error if the file cannot be opened, and Permanent if it is not a
-        ledger of this format."""
+        """Open or create the file. `busy_within_s` is the time, in seconds, to wait for a lock of another process.
+        Raises sqlite3.Error if the file cannot be opened, and Permanent if it is not a ledger of this format."""
         self._db = sqlite3.connect(
             path, timeout=busy_within_s, isolation_level=None, check_same_thread=False, cached_statements=128
         )
@@ -118,7 +119,8 @@ class AnswerFile:
         return self._lookup.execute("SELECT 1 FROM pieces WHERE key = ? LIMIT 1", (key,)).fetchall() != []
 
     def read(self, key: int, name: str) -> tuple[NamedRequest | None, list[AnswerPiece]]:
-        """Return the stored request with this name, or None if there is none, and the pieces of its answers."""
+        """Return the stored request with this key and name, and the pieces of its answers. The request is None if it is
+        not stored."""
         query = f"SELECT name, digest, created_s, {_COLUMNS} FROM pieces WHERE key = ? ORDER BY row"
         rows = self._db.execute(query, (key,)).fetchall()
         asked = next((NamedRequest(*row[:3]) for row in reversed(rows) if row[0] == name), None)
@@ -131,11 +133,12 @@ class AnswerFile:
         return int(used_bytes)
 
     def prune(self, before_s: float, most_bytes: int, take: Callable[[int], bool], free: Callable[[int], None]) -> int:
-        """Remove requests that have received no piece since `before_s`, and the oldest ones if the file exceeds
-        `most_bytes`. Return the number of removed requests.
+        """Remove requests that have received no piece since `before_s`. If the file exceeds `most_bytes`, also remove
+        the oldest requests until the file has shrunk to the fraction `SHRINK_TO` of this limit. Return the number of
+        removed requests.
 
-        `take` claims a request and returns False if the request is being served. Such requests are not removed. `free`
-        releases the claim.
+        `take` claims a request by its key and returns False if the request is being served. A request that is being
+        served is not removed. `free` releases the claim.
         """
         removed = 0
         row = 0
@@ -189,7 +192,8 @@ _POSITION = (1 << 62) - 1
 
 
 class RequestClaims:
-    """Claims on requests by their keys, which are integers below 2**63. Thread-safe."""
+    """Claims on requests by their keys, which are integers below 2**63. The methods `take` and `free` are
+    thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         """Open the lock files in `folder`, and create them if necessary. Raises OSError if a file cannot be opened."""
@@ -205,8 +209,8 @@ class RequestClaims:
         self._guard = threading.Lock()
 
     def take(self, key: int) -> bool:
-        """Claim the key and return True. Returns False if the key is already claimed, by this process or another
-        process. Raises OSError if the file system does not support locks."""
+        """Claim the key and return True. Returns False if this process or another process has already claimed the key.
+        Raises OSError if the file system does not support locks."""
         with self._guard:
             if key in self._held:
                 return False

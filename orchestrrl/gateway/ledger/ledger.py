@@ -1,8 +1,9 @@
 """The record of every request: its body, every token generated so far, its engine and its history. This module performs
 no I/O.
 
-The record is the authoritative state of a request; engines and client connections may change. All output to the client
-is read from the record, so a request that changes engines shows no gap, no repetition and no reordering.
+The record is the authoritative state of a request, whose engine and client connection may change. All output to the
+client is read from the record, so the output has no gap, no repetition and no reordering when a request changes
+engines.
 """
 
 import io
@@ -31,7 +32,8 @@ _reported_values = attrgetter(*_REPORTED)
 
 
 class VersionSpan(NamedTuple):
-    """The tokens in [start, end) and the policy version that generated them. `version` is None if it is unknown."""
+    """The tokens [start, end) of an answer and the policy version that generated them. `version` is None if the policy
+    version is unknown."""
 
     version: int | None
     start: int
@@ -46,7 +48,7 @@ class OnStale(StrEnum):
 
 
 class PolicyVersions:
-    """The policy versions of an answer's tokens, stored as the tokens at which the version changed."""
+    """The policy versions of an answer's tokens, stored as the token indices at which the version changes."""
 
     __slots__ = ("_starts", "newest", "oldest")
 
@@ -56,7 +58,8 @@ class PolicyVersions:
         self.oldest: int | None = None  # the lowest known version
 
     def add(self, version: int | None, start: int) -> None:
-        """Record that the tokens from `start` on have this version. `start` must not decrease between calls."""
+        """Record that the tokens from index `start` on have policy version `version`. `start` must not decrease between
+        calls."""
         if self._starts and version == self.newest:
             return
         self._starts.append((start, version))
@@ -65,13 +68,14 @@ class PolicyVersions:
             self.oldest = version
 
     def changes(self, start: int) -> list[tuple[int, int | None]]:
-        """Return (token, version) pairs: the version at token `start`, then each later change with its first token."""
+        """Return pairs of a token index and the policy version from that token on. The first pair is for token `start`,
+        and each later pair is for a change of version."""
         if not self._starts or self._starts[-1][0] <= start:
             return [(start, self.newest)]
         return [(span.start, span.version) for span in self.spans(self._starts[-1][0] + 1) if span.end > start]
 
     def spans(self, tokens: int) -> tuple[VersionSpan, ...]:
-        """Return the version spans of an answer with this number of tokens."""
+        """Return the version spans of an answer with `tokens` tokens, in order."""
         ends = [*(start for start, _ in self._starts[1:]), tokens][: len(self._starts)]
         return tuple(
             VersionSpan(version, start, end)
@@ -80,8 +84,8 @@ class PolicyVersions:
         )
 
     def lag(self, newest: int | None) -> int:
-        """Return the number of versions by which the oldest token is behind `newest`. Return 0 if either version is
-        unknown or `newest` is lower."""
+        """Return the number of versions by which the answer's oldest token is behind `newest`. Return 0 if either
+        version is unknown or `newest` is lower."""
         return 0 if self.oldest is None or newest is None else max(0, newest - self.oldest)
 
 
@@ -90,8 +94,8 @@ class PolicyVersions:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """A chunk that was appended to a record, or whose event is forwarded unchanged. `extra` holds the chat fields that
-    the engine parsed out of the text."""
+    """A chunk to be delivered to the client. It was appended to the record, or it contains an event that is forwarded
+    unchanged. `extra` holds the chat fields that the engine parsed out of the text."""
 
     chunk: Chunk
     text: str = ""  # the added text, which may differ from the chunk's own
@@ -169,13 +173,13 @@ class RequestRecord:
         return self._text.getvalue()
 
     def text_from(self, start: int) -> str:
-        """Return the text from character `start` on."""
+        """Return the answer's text from character index `start` on."""
         self._text.seek(start)
         return self._text.read()  # leaves the position at the end for the next write
 
     @property
     def prompt_tokens(self) -> int:
-        """The number of prompt tokens: an estimate until the prompt is tokenised."""
+        """The number of prompt tokens. It is an estimate until the prompt is tokenised."""
         return self.prompt_tokens_estimate if self.prompt_ids is None else len(self.prompt_ids)
 
     @property
@@ -188,8 +192,9 @@ class RequestRecord:
 
     @property
     def fixed_because(self) -> str:
-        """Return the reason why the request may not leave its engine now; empty if it may leave. A request without a
-        token can start over on another engine. A relayed request cannot, because the progress of its answer is unknown.
+        """The reason why the request may not leave its engine now, or "" if it may leave. A request without generated
+        tokens can usually start over on another engine. A relayed request cannot, because the progress of its answer is
+        unknown.
         """
         if self.engine is not None and self.pinned_because:
             return self.pinned_because
@@ -206,7 +211,7 @@ class RequestRecord:
         self, chunk: Chunk, text: str, extra: Mapping[str, Any] | None, now_s: float, version: int | None = None
     ) -> None:
         """Append a chunk. `text` is the text that the chunk adds to the answer, which may differ from the chunk's text.
-        `version` is the policy version of its tokens."""
+        `version` is the policy version of the chunk's tokens."""
         if self.prompt_ids is None and chunk.prompt_token_ids is not None:
             self.prompt_ids = chunk.prompt_token_ids
         self.progressed_s = now_s
@@ -235,8 +240,8 @@ class RequestRecord:
             self.finish(chunk.finish_reason, chunk.stop_reason, now_s)
 
     def relay(self, chunk: Chunk, tokens: int, now_s: float, version: int | None = None) -> None:
-        """Append an event, a whole answer or a stream's end that is forwarded unchanged and contains `tokens`
-        tokens."""
+        """Record a chunk that is forwarded unchanged: an event, a whole answer or the end of a stream. `tokens` is the
+        number of tokens in the chunk, and `version` is their policy version."""
         self.progressed_s = now_s
         if chunk.event is not None or chunk.answer is not None:
             if chunk.event != {}:  # the end of a stream has no tokens
@@ -284,7 +289,7 @@ class RequestRecord:
         self.text_complete = True
 
     def take_undelivered(self) -> list[AnswerDelta]:
-        """Return the deltas that the client has not received, and mark them as delivered. The caller sends them."""
+        """Return the deltas that the client has not received, and mark them as delivered. The caller must send them."""
         deltas = self._undelivered
         if deltas:
             self._undelivered = []
@@ -312,7 +317,7 @@ class RequestRecord:
 
 
 def _merge(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
-    """Merge the fields of a part of an answer into `whole`: lists are concatenated, and any other value replaces the
+    """Merge the fields of a part of an answer into `whole`. Lists are concatenated, and any other value replaces the
     previous value."""
     for name, value in part.items():
         before = whole.get(name)
@@ -330,9 +335,10 @@ class _Group:
 
 
 class InFlightGroups:
-    """The groups of the requests in flight. A group is several samples of one prompt, of which only some may be needed.
+    """The groups of the requests in flight. A group consists of several samples of one prompt, of which only some may
+    be needed.
 
-    A trainer that needs k samples may request a few more and use the samples that end first. Once k answers of a group
+    A trainer that needs k samples may request more than k and use the samples that end first. Once k answers of a group
     are complete, the group's other requests are redundant. A group is forgotten when its last request in flight ends,
     so its name can be reused.
     """
@@ -376,8 +382,8 @@ class InFlightGroups:
 
 
 class DuplicateRequest(HttpRefusal):
-    """Raised if the request id is already in flight, or is stored with another body. Clients receive HTTP status
-    409."""
+    """Raised if a request with the same id is already in flight, or is stored with another body. Clients receive HTTP
+    status 409."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, status=409)
@@ -412,7 +418,8 @@ class Ledger:
             self._in_flight[record.id] = record
 
     def close(self, record: RequestRecord) -> None:
-        """Move the ended record from the requests in flight to the summaries. A repeated call has no effect."""
+        """Remove the ended record from the requests in flight, and keep a summary of it. A repeated call has no
+        effect."""
         if self._in_flight.get(record.id) is not record:  # already closed, or never added
             return
         del self._in_flight[record.id]
@@ -423,12 +430,13 @@ class Ledger:
         self._unreported.append((self._sequence + 1, summary))
 
     def report(self) -> tuple[int, tuple[FinishedRequest, ...]]:
-        """Return a new sequence number, and the requests that ended since the last acknowledged report."""
+        """Return a new sequence number, and summaries of the requests that ended since the last acknowledged report."""
         self._sequence += 1
         return self._sequence, tuple(summary for _, summary in self._unreported)
 
     def acknowledge(self, sequence: int) -> None:
-        """Forget the summaries of all reports up to `sequence`. A number that was never sent is ignored."""
+        """Forget the summaries of all reports up to sequence number `sequence`. A number that was never sent is
+        ignored."""
         if sequence > self._sequence:
             return
         while self._unreported and self._unreported[0][0] <= sequence:

@@ -1,9 +1,9 @@
 """Split answers into pieces to be stored on disk, and reassemble answers from stored pieces. This module performs no
 I/O.
 
-A piece holds the growth of a record since the previous piece. Pieces are numbered. Piece 0 replaces all earlier pieces,
-and after a gap in the numbers, pieces are ignored until the next piece 0. If pieces are lost, the reassembled answer is
-therefore a prefix of the real answer and never contains tokens of another attempt.
+A piece holds the growth of a record since the previous piece. Pieces are numbered from 0. Piece 0 replaces all earlier
+pieces of the answer. After a gap in the numbers, pieces are ignored until the next piece 0. If pieces are lost, the
+reassembled answer is therefore a prefix of the real answer and never contains tokens of another attempt.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _compact = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class AnswerPiece(NamedTuple):
-    """The growth of an answer since its previous piece. Token ids have 4 bytes each; text is UTF-8."""
+    """The growth of an answer since its previous piece. Each token id has 4 bytes, and text is encoded as UTF-8."""
 
     answer: int  # index of the answer within the request
     number: int
@@ -50,7 +50,7 @@ class AnswerPiece(NamedTuple):
 
 
 def key_of(name: str) -> int:
-    """Return a hash of the name, below 2**63."""
+    """Return a hash of the name, as an integer below 2**63."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
 
@@ -73,10 +73,11 @@ def digest_of(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> bytes:
 
 
 class RecordCutter:
-    """Cuts the growth of a record into pieces."""
+    """Splits the growth of one record into the pieces that are stored on disk."""
 
     def __init__(self, answer: int, record: RequestRecord, *, prompt_wanted: bool) -> None:
-        """Create the cutter of one answer. `prompt_wanted` is True if the response includes the prompt's token ids."""
+        """Create the cutter of one answer. `answer` is its index within the request. `prompt_wanted` is True if the
+        response includes the prompt's token ids."""
         self.record = record
         self._prompt_wanted = prompt_wanted
         self._answer = answer
@@ -85,7 +86,7 @@ class RecordCutter:
         self.restart()
 
     def restart(self) -> None:
-        """Start over: the next piece has number 0 and contains the whole answer so far."""
+        """Start over, so that the next piece has number 0 and contains the whole answer so far."""
         self._ids = self.record.generated_ids
         self._number = self._tokens = self._chars = self._logprobs = self._extras = 0
         self._prompt_logged = self._prompt_given
@@ -104,7 +105,8 @@ class RecordCutter:
         self._ended = record.finish_reason is not None
 
     def cut(self) -> AnswerPiece | None:
-        """Return the next piece, or None if the record has not grown."""
+        """Return the next piece, or None if there is nothing new to store. If the answer started over, is relayed or
+        was refused, the piece invalidates the earlier pieces."""
         record = self.record
         if record.failure is not None and record.failure.status < 500:  # continued, it would fail again
             return self.forget() if self._number else None

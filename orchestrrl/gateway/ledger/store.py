@@ -1,13 +1,13 @@
-"""Store the answers of requests that have a client's id, so that a client that reconnects finds its answer.
+"""Store the answers of requests that were named by their clients, so that a client that reconnects finds its answer.
 
 A client that lost its connection, or its gateway, repeats the request with the same id and body. A complete answer is
-returned again; an incomplete answer continues from its tokens. Nothing is generated for clients that do not return.
-Requests without an id are not stored, because no client could return for them.
+returned again, and an incomplete answer continues from its tokens. Nothing is generated for clients that do not return.
+Requests without an id are not stored, because no client could ask for their answers again.
 
-Requests do not wait for the disk. Their growth is collected every `PROGRESS_S` and at their end, and a thread writes it
-in batches. A killed gateway loses only the last moments, which are generated again. If the disk is full or fails,
-requests continue without the ledger, and the failure is logged once and counted. When a request arrives, the file's
-index is searched synchronously for the request's key. A thread reads the stored answer.
+Requests do not wait for the disk. The growth of their answers is collected every `PROGRESS_S` seconds and when they
+end, and a thread writes it in batches. A killed gateway loses only the most recent tokens, which are generated again.
+If the disk is full or fails, requests continue without the ledger, and the failure is logged once and counted. When a
+request arrives, the file's index is searched synchronously for the request's key. A thread reads the stored answer.
 """
 
 import asyncio
@@ -51,9 +51,9 @@ _FAILURES = (sqlite3.Error, OSError, UnicodeError, OverflowError, Permanent)
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """The path of the ledger and the limits of what it stores. Requests that take less than `from_s` seconds are not
-    stored, since they are quickly generated again. If a gateway is killed, it loses about the same amount of work that
-    has not been written yet."""
+    """The path of the ledger and the limits on what it stores. Requests that take less than `from_s` seconds are not
+    stored, since they are quickly generated again. Answers are removed after `answers_s` seconds without growth, or
+    earlier if the file exceeds `answers_bytes`."""
 
     path: Path
     from_s: float = BATCH_S
@@ -63,7 +63,7 @@ class RetentionPolicy:
 
 @dataclass(slots=True)
 class StoreCounts:
-    """Counters for the metrics page."""
+    """Counters of the ledger's store for the metrics page."""
 
     replayed: int = 0  # requests answered with a stored answer
     resumed: int = 0  # requests continued from stored tokens
@@ -74,7 +74,7 @@ class StoreCounts:
 
 @dataclass(slots=True, eq=False)
 class LedgerEntry:
-    """A named request that is being served. Only the event loop uses it, except for `lost`."""
+    """A named request that is being served. Only the event loop uses it, except that the writer thread sets `lost`."""
 
     key: int
     form: ResponseForm
@@ -88,7 +88,7 @@ class LedgerEntry:
     lost: bool = False  # set by the writer when pieces could not be written
 
     def begin(self) -> None:
-        """Create the cutters and the stored name before the first piece. A repeated call has no effect."""
+        """Create the cutters and the NamedRequest before the first piece is cut. A repeated call has no effect."""
         if not self.cutters:
             wanted = bool(self.body.get("return_token_ids"))
             self.cutters = [
@@ -101,7 +101,7 @@ class LedgerEntry:
 
 @dataclass(slots=True)
 class _Order:
-    """An order to the writer thread."""
+    """An order to the writer thread to write pieces of one entry."""
 
     entry: LedgerEntry
     pieces: Sequence[AnswerPiece]
@@ -131,14 +131,14 @@ class LedgerStore:
 
     @property
     def used_bytes(self) -> int | None:
-        """The used size of the file; None while it cannot be read."""
+        """The number of bytes in use in the file, or None while the file cannot be read."""
         try:
             return self._reader.used_bytes if self._reader is not None else None
         except sqlite3.Error:
             return None
 
     def start(self) -> None:
-        """Open the file and start the writer. If the disk fails, the writer retries."""
+        """Open the file and start the writer thread. If the file cannot be opened, the writer retries."""
         try:
             self._open_for_requests()
         except _FAILURES as error:
@@ -160,9 +160,9 @@ class LedgerStore:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     async def enter(self, request: CompletionRequest, body: Mapping[str, Any]) -> LedgerEntry | None:
-        """Claim a request and restore the stored part of its answers into its records. Returns None if the ledger
-        cannot be used. The returned entry holds the creation time of the answer. Raises DuplicateRequest if the id is
-        in use or is stored with another body or credential."""
+        """Claim a request and restore the stored part of its answers into its records. The returned entry contains the
+        creation time of the answer. Returns None if the ledger cannot be used. Raises DuplicateRequest if the id is in
+        use or is stored with another body or credential."""
         claims = self._claims
         if claims is None:
             return None
@@ -195,9 +195,9 @@ class LedgerStore:
         return entry
 
     def leave(self, entry: LedgerEntry) -> None:
-        """Queue the unwritten growth of the entry's answers and release its claim. Must be called when the entry's
-        records have ended. If the client has left, it must be called before the records are marked as ended for that
-        reason."""
+        """Queue the unwritten growth of the entry's answers, and release the claim after the write. Call this method
+        when the records of the entry have ended. If the client has left, call it before the records are marked as ended
+        for that reason."""
         del self._entries[entry.key]
         if entry.named_request is None and self._clock.now_s() - entry.opened_s < self.keep.from_s:
             if self._claims is not None:
@@ -248,8 +248,8 @@ class LedgerStore:
     # --- growth of the answers ---------------------------------------------------------------------------------------
 
     def _collect_progress(self, after: Sequence[LedgerEntry] = ()) -> None:
-        """Queue the growth of the answers of requests older than `PROGRESS_S`, or of the entries in `after`. Younger
-        requests may end before a write is worthwhile."""
+        """Queue the growth of the answers of the entries in `after` or, if it is empty, of all requests older than
+        `PROGRESS_S` seconds. Younger requests may end before a write is worthwhile."""
         before_s = self._clock.now_s() - PROGRESS_S
         entries = after or [entry for entry in self._entries.values() if entry.opened_s <= before_s]
         for entry in entries[:ENTRIES_AT_ONCE]:
@@ -335,7 +335,7 @@ class LedgerStore:
             self._claims = RequestClaims(self.keep.path.with_name(self.keep.path.name + ".claims"))
 
     def _write(self, file: AnswerFile, orders: Sequence[_Order]) -> bool:
-        """Write the pieces of the orders, and return whether there were any pieces."""
+        """Write the pieces of the orders. Returns whether there were any pieces to write."""
         rows = [
             AnswerRow(order.entry.key, order.written_s, order.entry.named_request if piece.number == 0 else None, piece)
             for order in orders
@@ -358,7 +358,7 @@ class LedgerStore:
         self.counts.pruned += file.prune(before_s, self.keep.answers_bytes, self._claims.take, self._claims.free)
 
     def _set_failing(self, failing: str) -> None:
-        """Set the reason why writes fail. If writes begin to fail or succeed again, log the change."""
+        """Set the reason why writes fail, or "" if writes succeed. Changes between failure and success are logged."""
         if bool(failing) != bool(self.failing):
             if failing:
                 logger.error("%s: answers cannot be stored: %s", self.keep.path, failing)

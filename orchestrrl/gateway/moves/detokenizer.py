@@ -1,11 +1,12 @@
-"""Produce the text after a cut between two engines, with the help of any engine of the model that decodes tokens.
+"""Produce the text after a cut, the point at which an answer continues on another engine.
 
-With byte-level tokenizers a character can need several tokens, and engines withhold its text until it is complete. An
-engine that continues inside a character lacks the earlier tokens' text (vLLM then repeats the whole prompt as text).
-Until the character is complete, this module therefore decodes the tokens on both sides of the cut.
+With byte-level tokenizers, a character can need several tokens, and engines withhold its text until it is complete. An
+engine that continues inside a character returns wrong text, because it lacks the text of the earlier tokens. (vLLM, for
+example, repeats the whole prompt.) Until the character is complete, this module therefore lets an engine of the model
+decode the tokens on both sides of the cut together.
 
-Generation needs only tokens, so no request fails because of a detokenizer: another engine of the model is tried, and if
-none answers, the continuing engine's own text is used.
+Generation needs only tokens, so a failure to decode them does not fail the request. Another engine of the model is
+tried, and if none responds, the continuing engine's own text is used.
 """
 
 import asyncio
@@ -34,9 +35,9 @@ Decode = Callable[[Sequence[int]], Awaitable[str]]
 
 
 async def detokenize(fleet: EngineBackends, first: EngineBackend, token_ids: Sequence[int]) -> str:
-    """Return the text of the tokens, decoded by engine `first` or, if that fails, by another engine of its model. The
-    other engines are tried in the order of the routes, beginning after `first`. Engines that failed recently are tried
-    last. Raises Permanent if no engine answers."""
+    """Return the text of the tokens, decoded by engine `first` or, if `first` fails, by another engine of its model.
+    The other engines are tried in the order of the routes, beginning after `first`. Engines that failed recently are
+    tried last. Raises Permanent if none of the engines that are tried responds."""
     slots = [backend for backend in fleet if backend is first or _may_stand_in(backend, first)]
     at = next((index for index, backend in enumerate(slots) if backend is first), None)
     ordered = [first, *slots] if at is None else slots[at:] + slots[:at]
@@ -66,12 +67,13 @@ def _may_stand_in(backend: EngineBackend, first: EngineBackend) -> bool:
 
 
 class TextAfterCut:
-    """The text of the tokens after a cut inside a character. If an engine can decode tokens, it decodes them; otherwise
-    the continuing engine's own text is used, without the text that was already sent. `open` is True until the text of
-    the engine's chunks is correct again."""
+    """Produces the text of the tokens after a cut inside a character. If an engine can decode tokens, the text is
+    decoded from the tokens. Otherwise, the continuing engine's own text is used, without the part that the record
+    already contains. `open` is True until the text of the engine's chunks is correct again."""
 
     def __init__(self, record: RequestRecord, decode: Decode, tokens: list[int], text: str | None) -> None:
-        """Start after a cut. `text` is the text of the `tokens` before the cut; None if no engine decodes them."""
+        """Start at a cut. `tokens` are the last tokens before the cut, and `text` is their text. `text` is None if no
+        engine can decode them."""
         self._record = record
         self._decode = None if text is None else decode
         self._tokens = tokens
@@ -106,7 +108,8 @@ class TextAfterCut:
 
 
 async def text_after_cut(record: RequestRecord, backend: EngineBackend, fleet: EngineBackends) -> TextAfterCut | None:
-    """Return the TextAfterCut for the record, or None if its tokens end on a complete character."""
+    """Return the TextAfterCut for the record, or None if the record has no tokens or its tokens end with a complete
+    character."""
     if record.text_complete or not record.generated_ids:
         return None
     window = [*(record.prompt_ids or ())[-WINDOW_TOKENS:], *record.generated_ids[-WINDOW_TOKENS:]][-WINDOW_TOKENS:]
@@ -120,7 +123,8 @@ async def text_after_cut(record: RequestRecord, backend: EngineBackend, fleet: E
 
 
 def unsent(chunk: Chunk, record: RequestRecord) -> str:
-    """Return the part of the first text after a cut that the record's text lacks. Has no side effects.
+    """Return the part of the chunk's text that the record's text lacks. `chunk` is the first chunk with text after a
+    cut. Has no side effects.
 
     If vLLM's decoder starts inside a character, it returns the whole context as new text: the prompt, the answer so far
     and the new text.

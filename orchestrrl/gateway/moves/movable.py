@@ -1,5 +1,5 @@
-"""Decide whether a request may continue on another engine without a change of its answer, and build its new body. The
-functions have no side effects.
+"""Decide whether a request may continue on another engine without changing its answer, and build the body with which
+the request continues. The functions have no side effects.
 
 A continued request is a completion whose prompt is the original prompt plus every token generated so far. The answer
 stays the same if the next token depends only on the whole context, and not on the position where the answer began.
@@ -87,7 +87,7 @@ _PROMPT_SHAPING = name_set("prompt suffix truncate_prompt_tokens truncation_side
 
 
 def immovable_because(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> str:
-    """Return the reason why a running request may not continue on another engine; empty if it may continue."""
+    """Return the reason why a running request may not continue on another engine, or "" if it may continue."""
     if relayed := relayed_because(endpoint, body):
         return relayed
     for name in sorted(body.keys() & _LOOKED_AT):
@@ -110,8 +110,8 @@ def immovable_because(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> 
 
 
 def relayed_because(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> str:
-    """Return the reason why the body must be sent unchanged and the engine's answer relayed; empty if that is not
-    necessary. Such a request stays on its engine."""
+    """Return the reason why the body must be sent unchanged and the engine's answer relayed, or "" if that is not
+    necessary. A relayed request stays on its engine."""
     for name, value in body.items():
         if name in _RELAYED:
             if value is not None if name in _ASKED_BY_ZERO else value:
@@ -135,8 +135,8 @@ def _has_media(messages: object) -> bool:
 
 
 def max_answer_tokens(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> int | None:
-    """Return the maximum number of tokens of the answer. Return None if only the engine's context limits the answer.
-    Also return None if the field's value is invalid, because the engine reports this fault."""
+    """Return the maximum number of tokens of the answer. Return None if only the engine's context length limits the
+    answer, or if the requested limit is invalid. The engine reports an invalid limit."""
     asked = body.get("max_tokens")
     if endpoint is CompletionEndpoint.CHAT and body.get("max_completion_tokens") is not None:
         asked = body["max_completion_tokens"]

@@ -1,7 +1,8 @@
-"""One move of one request: the order, its result, and the KV that is transferred with it.
+"""One move of one request: the order, its result, and the KV that is transferred with the request.
 
-KV belongs to a version of configuration and weights. It is loaded only if the version at the start of the attempt, the
-source's version and the target's version are equal. Otherwise, or after any error, the context is computed again.
+KV is valid only for the configuration and weights with which it was computed, which a KV version identifies. The KV is
+loaded only if the KV versions of the attempt at its start, of the source and of the target are equal. Otherwise, or
+after any error, the context is computed again.
 """
 
 import asyncio
@@ -25,14 +26,15 @@ COUNTED_WITHIN_S = 5.0  # timeout of the engine's metrics; a busy engine answers
 
 @dataclass(frozen=True, slots=True)
 class LeftKv:
-    """The KV that an attempt leaves when it is cut: an entry of the engines' KV connector."""
+    """The KV that an attempt leaves when it is cut. It is stored as an entry of the engines' KV connector."""
 
     version: str  # the KV version at the start of the attempt
     entry: str
 
 
 def left_by(record: RequestRecord, backend: EngineBackend, fleet: EngineBackends) -> LeftKv | None:
-    """Return the KV entry that the record's current attempt will leave on this engine; None if no engine can use it."""
+    """Return the KV entry that the record's current attempt on engine `backend` leaves when it is cut, or None if no
+    other engine can use the entry."""
     version = backend.kv_version
     if not version or record.immovable_because or fleet.kv_versions[version] < 2:
         return None
@@ -45,8 +47,9 @@ def wait_s(order: RequestMove) -> float:
 
 
 class KvLoadCount:
-    """Counts the tokens that an engine loads for one request: the growth of the engine's total minus the tokens counted
-    for concurrent loads. The count may be wrong if a concurrent load fails or other gateways load on the engine."""
+    """Counts the tokens whose KV an engine loads for one request. The count is the growth of the engine's total minus
+    the tokens counted for concurrent loads. It may be wrong if a concurrent load fails or other gateways load KV on the
+    engine."""
 
     def __init__(self, backend: EngineBackend) -> None:
         self._backend = backend
@@ -56,7 +59,7 @@ class KvLoadCount:
         backend.loads_open += 1
 
     async def tokens(self, most: int) -> int | None:
-        """Return the number of loaded tokens, at most `most`; None if the engine does not report its total. Must be
+        """Return the number of loaded tokens, at most `most`, or None if the engine does not report its total. Must be
         called only once, after the request has continued."""
         backend = self._backend
         try:
@@ -86,7 +89,7 @@ async def _loaded_total(backend: EngineBackend) -> int | None:
 
 
 class MoveRefused(Exception):
-    """Raised if a move was not started. The request is unchanged."""
+    """Raised if a move cannot be started. The request is not affected."""
 
 
 @dataclass(eq=False)
@@ -125,7 +128,8 @@ class MoveInProgress:
         self.result.set_result(outcome)
 
     def arrived(self, now_s: float, in_background: Callable[[Coroutine[Any, Any, None]], object]) -> None:
-        """Report the move as done, after the target's first token or the end of the answer."""
+        """Report the move as done, after the target's first token or the end of the answer. If KV was to be loaded, a
+        task started with `in_background` counts the loaded tokens before the report."""
         # Loading or recomputing also yields the next token, which a decode step would have produced anyway.
         duration_s = max(0.0, now_s - self.cut_s - self.step_s)
         if self._count is None:
@@ -134,7 +138,7 @@ class MoveInProgress:
             in_background(self._report_loaded(self._count, duration_s))
 
     async def _report_loaded(self, count: KvLoadCount, duration_s: float) -> None:
-        """Count the tokens whose KV the target loaded, and set the result."""
+        """Count the tokens whose KV the target loaded, and set the result of the move."""
         loaded: int | None = None
         try:
             loaded = await count.tokens(self.context_tokens - 1)

@@ -1,1 +1,2 @@
-"""Route requests to engines: the gateway's view of the engines, its queue, and the routing strategies."""
+"""Route requests to engines: the gateway's view of the engines, the queue of waiting requests, and the routing
+strategies."""

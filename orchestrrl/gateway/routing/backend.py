@@ -48,8 +48,8 @@ class EngineBackend(EngineLoad):
 
     @property
     def usable(self) -> bool:
-        """Return whether the engine accepts new requests. A caller that makes it usable must call the fleet's
-        `announce`."""
+        """Return whether the engine accepts new requests. A caller that makes the engine usable must call
+        `EngineBackends.announce`."""
         return (
             self.routed
             and not self.route.draining
@@ -60,19 +60,20 @@ class EngineBackend(EngineLoad):
 
     @property
     def in_use(self) -> bool:
-        """Return whether the engine has requests of this gateway or is paused by it."""
+        """Return whether the engine runs requests of this gateway, has places reserved for them, or is paused by this
+        gateway."""
         return bool(self.records or self.reserved or self.paused)
 
     @property
     def context_limit_tokens(self) -> float:
-        """The maximum number of tokens of one request, prompt plus answer; infinite if unknown."""
+        """The maximum number of tokens of one request, prompt plus answer, or infinity if the limit is unknown."""
         known = None if self.capabilities is None else self.capabilities.max_model_len_tokens
         return float("inf") if known is None else known
 
     @property
     def kv_version(self) -> str:
-        """The version of configuration and weights to which the engine's KV belongs; empty if the engine transfers no
-        KV."""
+        """The version of configuration and weights to which the engine's KV belongs, or "" if the engine's KV cannot be
+        transferred."""
         version = "" if self.mixed else self.route.kv_version
         return version if not version or self.policy_version is None else f"{version}@{self.policy_version}"
 
@@ -81,7 +82,7 @@ class EngineBackend(EngineLoad):
         self.policy_version, self.mixed = policy_version, False
 
     def forget_offers(self) -> None:
-        """Discard everything that was read from the server, which may have been replaced."""
+        """Discard everything that was read from the server, because the server may have been replaced."""
         if self.learning is not None:
             self.learning.cancel()
         self.capabilities = self.learning = None
@@ -116,8 +117,9 @@ class EngineBackend(EngineLoad):
         self.waited_most_before, self.waited_most = self.waited_most, self.waiting
 
     def has_room(self, queue_depth: int, context_tokens: int) -> bool:
-        """Return whether the engine may accept one more request. Up to `queue_depth` requests may wait on the engine;
-        more requests are accepted if the engine is known to have seats and KV for all waiting requests."""
+        """Return whether the engine may accept one more request. Up to `queue_depth` requests may wait on the engine.
+        Further requests are accepted only if the engine is known to have free sequence slots and KV for all waiting
+        requests."""
         # One request may always wait, so that other clients cannot lock this gateway out.
         return self.waiting < max(1, queue_depth - self.waiting_of_others) or (
             self.running + self.waiting < self.max_sequences
@@ -126,7 +128,7 @@ class EngineBackend(EngineLoad):
         )
 
     def reserve(self, record: RequestRecord) -> None:
-        """Reserve a place for the record. The record is counted as waiting until it enters."""
+        """Reserve a place for the record. The record is counted as waiting until it enters the engine."""
         self.reserved[record.id] = record.context_tokens
         self._await(record.context_tokens)
 
@@ -151,7 +153,8 @@ class EngineBackend(EngineLoad):
             self.waited_most = self.waiting
 
     def advance(self, record: RequestRecord, context_before: int, was: RequestState, now_s: float) -> None:
-        """Update the counts after the record has grown. Before, it had state `was` and `context_before` tokens."""
+        """Update the counts after the record has grown. Before the growth, the record had state `was` and a context of
+        `context_before` tokens."""
         self.progressed_s = now_s
         if was is RequestState.RUNNING:
             self._run(record.context_tokens - context_before)
@@ -164,8 +167,8 @@ class EngineBackend(EngineLoad):
             self.waiting_tokens += record.context_tokens - context_before
 
     def run_whole(self, record: RequestRecord) -> None:
-        """Count the record of a non-streamed answer, whose first token is not visible, as running if the engine is
-        known to have a seat for it."""
+        """Count the record of a non-streamed answer as running if the engine is known to have a free sequence slot for
+        it. The first token of such an answer is not visible."""
         seats = self.max_sequences or (self.capabilities.max_sequences if self.capabilities is not None else 0) or 0
         if record.state is RequestState.WAITING and self.running < seats:
             record.state = RequestState.RUNNING

@@ -40,8 +40,8 @@ class NoBackend(Exception):
 
 
 class EngineBackends:
-    """Holds the routing table and the queue of requests that wait for an engine. Connections are opened on use and
-    released by `close`."""
+    """Holds the routing table and the queue of requests that wait for an engine. Connections to engines are opened on
+    first use and closed by `close`."""
 
     def __init__(self, connect: Connect, *, clock: Clock, routing: RoutingPolicy | None = None) -> None:
         self._connect = connect
@@ -76,11 +76,11 @@ class EngineBackends:
         return iter(self._backends.values())
 
     def with_retired(self) -> list[EngineBackend]:
-        """Return the backends in the table and the retired backends, whose ids now name other servers."""
+        """Return the backends in the routing table and the retired backends, whose ids now name other servers."""
         return [*self._backends.values(), *self._retired]
 
     def contains(self, backend: EngineBackend) -> bool:
-        """Return whether the backend is in the table or retired."""
+        """Return whether the backend is in the routing table or retired."""
         return self._backends.get(backend.id) is backend or any(other is backend for other in self._retired)
 
     def get(self, engine: EngineId | None) -> EngineBackend | None:
@@ -89,7 +89,8 @@ class EngineBackends:
         return self._backends.get(engine) or self._backends.get(self.id_of(engine))
 
     def id_of(self, engine: EngineId) -> EngineId:
-        """Return the daemon's id of an engine that the gateway was started with, else the id itself."""
+        """Return the daemon's id of `engine` if the gateway was started with this engine and the daemon uses another
+        id. Otherwise, return `engine`."""
         own = self.own.get(engine)
         return engine if own is None else own.known_as or engine
 
@@ -103,8 +104,8 @@ class EngineBackends:
     def set_routes(
         self, routes: Iterable[EngineRoute], expected: Iterable[EngineId] = (), expected_until_s: float = 0.0
     ) -> list[str]:
-        """Replace the routing table. Returns one message per invalid route; the valid routes are applied. `expected`
-        names the engines that are being started."""
+        """Replace the routing table. Returns one message per invalid route. The valid routes are applied. `expected`
+        names the engines that are being started, for which requests may wait until `expected_until_s`."""
         faults = []
         named = set()
         came = self._expect(frozenset(expected), expected_until_s)
@@ -141,8 +142,8 @@ class EngineBackends:
         return faults
 
     def _rename(self, routes: Iterable[EngineRoute]) -> None:
-        """Rename engines that the gateway was started with to the ids used in the routes; their requests stay. An
-        engine at the former address of one of the daemon's engines is treated as a new engine."""
+        """Rename engines that the gateway was started with to the ids used in the routes. Their requests stay on them.
+        A route with a new id and the address of any other engine describes a new engine."""
         urls = {route.engine: route.url for route in routes}
         ours = {name for own in self.own.values() for name in (own.engine, own.known_as)}
         for engine in self.own.keys() & urls.keys():  # the daemon uses this id as well
@@ -204,8 +205,8 @@ class EngineBackends:
         self.announce()
 
     def announce(self) -> None:
-        """Wake all tasks that wait for a change, and dispatch queued requests. Must be called when an engine may have
-        become usable."""
+        """Wake all tasks that wait for a change of the engines, and dispatch queued requests. Must be called when an
+        engine may have become usable."""
         self.kv_versions = Counter(backend.kv_version for backend in self._backends.values() if backend.routed)
         self._note_contexts()
         self.changed.set()
@@ -235,12 +236,12 @@ class EngineBackends:
         again: bool = False,
         patience_s: float = float("inf"),
     ) -> EngineBackend:
-        """Wait for an engine with room and reserve a place on it. The caller must call `EngineBackend.enter` or
-        `give_back`. Engines in `without` are excluded; engines in `avoiding` are used only if no other engine is
+        """Wait for an engine with room and reserve a place on it. The caller must then call `EngineBackend.enter` or
+        `give_back`. Engines in `without` are excluded. Engines in `avoiding` are used only if no other engine is
         available. If `again` is set, the request precedes new requests.
 
-        Raises NoBackend after `patience_s` without an eligible engine. The time during which an eligible engine is
-        usable or expected, or the pause barrier is closed, is not included.
+        Raises NoBackend if no engine outside `without` has been usable or expected for `patience_s` seconds. Time
+        during which the pause barrier is closed is not counted.
         """
         if self._barrier_open and not self.queue and not avoiding:  # the common case, without the cost of waiting
             found = self.choose(self._newcomer(record), without)
@@ -331,7 +332,7 @@ class EngineBackends:
     # --- patience ----------------------------------------------------------------------------------------------------
 
     def _usability_changed(self) -> None:
-        """Recompute the usable engines, and note which queued requests have no eligible engine."""
+        """Recompute the usable engines, and record which queued requests have no eligible engine."""
         self._usable_slots = None
         now_s, expected = self.clock.now_s(), self.expected
         for waiter in self.queue:
@@ -368,7 +369,7 @@ class EngineBackends:
     # --- health ------------------------------------------------------------------------------------------------------
 
     def suspect(self, backend: EngineBackend, because: str) -> None:
-        """Mark the engine as suspected dead: it receives no new requests until a health probe or a token shows that it
+        """Mark the engine as suspected dead. It receives no new requests until a health probe or a token shows that it
         is alive."""
         backend.failures_total += 1
         if not backend.suspect_because:
@@ -378,7 +379,7 @@ class EngineBackends:
             self._recheck(backend)
 
     def trust(self, backend: EngineBackend) -> None:
-        """Clear the suspicion of an engine that has shown that it is alive."""
+        """Stop suspecting an engine that has shown that it is alive, and dispatch queued requests."""
         if backend.suspect_because:
             logger.info("engine %s is back", backend.id)
             backend.suspect_because = ""
@@ -387,23 +388,23 @@ class EngineBackends:
             self.dispatch()
 
     def release(self, backend: EngineBackend, record: RequestRecord) -> None:
-        """Remove the request from this engine, and dispatch queued requests, because a place is free now."""
+        """Remove the request from this engine and dispatch queued requests to the freed place."""
         backend.leave(record)
         self.forget_if_empty(backend)
         if self.queue:
             self.dispatch()
 
     async def capabilities(self, backend: EngineBackend) -> EngineCapabilities:
-        """Return the engine's capabilities, which are read once. Raises the errors of the engine's client if they
-        cannot be read."""
+        """Return the engine's capabilities, which are read once and then cached. Raises the errors of the engine's
+        client if the capabilities cannot be read."""
         if backend.capabilities is None:
             backend.capabilities = await backend.engine.capabilities()
             self._note_contexts()
         return backend.capabilities
 
     async def learn(self, backend: EngineBackend) -> None:
-        """Read the engine's capabilities if they are unknown, for up to `LEARN_S`. Does not raise an error if they
-        cannot be read."""
+        """Read the engine's capabilities if they are unknown, and wait for them for up to `LEARN_S` seconds. No error
+        is raised if the capabilities cannot be read."""
         if backend.capabilities is not None or backend.unlearnable:
             return
         if backend.learning is None or backend.learning.done():
@@ -423,8 +424,8 @@ class EngineBackends:
         self._contexts = {backend.context_limit_tokens for backend in self._backends.values() if backend.routed}
 
     def too_short_for(self, tokens: int) -> frozenset[EngineId]:
-        """Return the engines whose context is too short for `tokens` while another engine's context is longer. On these
-        engines an answer could end early, as if max_tokens had been smaller."""
+        """Return the engines whose context is too short for `tokens` tokens although another engine's context is
+        longer. On these engines an answer could end early, as if max_tokens had been smaller."""
         if len(self._contexts) < 2:
             return frozenset()
         wanted = min(tokens, max(self._contexts))
@@ -438,8 +439,8 @@ class EngineBackends:
         return task
 
     async def abort(self, backend: EngineBackend, attempt_id: str) -> None:
-        """Abort an attempt on its engine. Errors are only logged: the attempt's connection is already closed, which
-        also stops it."""
+        """Abort an attempt on its engine. Errors are only logged, because the attempt's connection is already closed,
+        which also stops the attempt."""
         try:
             await backend.engine.abort([attempt_id])
         except OrchestrRLError as error:
@@ -492,7 +493,7 @@ class EngineBackends:
         self.in_background(backend.engine.close())
 
     async def _close_if_gone(self, backend: EngineBackend) -> None:
-        """Close the engine's client if the engine was removed during a call, which may have opened a connection."""
+        """Close the engine's client if the engine was removed during a call. The call may have opened a connection."""
         if not self.contains(backend):
             await backend.engine.close()
 

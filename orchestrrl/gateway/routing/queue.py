@@ -1,7 +1,8 @@
 """The queue of requests that wait in the gateway for an engine with room. This module performs no I/O.
 
-Requests that have been on an engine before (cut, moved, or their engine failed) precede new requests. Both kinds of
-requests are served in the order of arrival. A request that may not go to any of the engines with room is skipped.
+Requests that have been on an engine before, for example because they were moved or their engine failed, precede new
+requests. Both kinds of requests are served in the order of arrival. A request that may not go to any of the engines
+with room is skipped.
 """
 
 from collections import OrderedDict
@@ -19,7 +20,8 @@ T = TypeVar("T")
 
 @dataclass(eq=False, slots=True)
 class QueuedRequest:
-    """One request in the queue. `placed` is called once, with the request's engine or with a NoBackend error."""
+    """One request in the queue. `placed` is called once, with the request's engine or with a NoBackend error.
+    `newcomer` describes the request to the routing strategy."""
 
     record: RequestRecord
     placed: Callable[[Any], None]
@@ -33,8 +35,8 @@ class QueuedRequest:
 
 
 class RequestQueue:
-    """The waiting requests, in two first-come, first-served lines. `next` offers places to the requests in this
-    order."""
+    """The waiting requests in two lines. Requests that have been on an engine before are served first, then new
+    requests. Each line is served in the order of arrival."""
 
     def __init__(self) -> None:
         self._again: OrderedDict[QueuedRequest, None] = OrderedDict()
@@ -53,16 +55,16 @@ class RequestQueue:
         self._line(waiter)[waiter] = None
 
     def leave(self, waiter: QueuedRequest) -> None:
-        """Remove the request. Does nothing if it has left."""
+        """Remove the request. Does nothing if the request is not in the queue."""
         self._line(waiter).pop(waiter, None)
 
     def _line(self, waiter: QueuedRequest) -> OrderedDict[QueuedRequest, None]:
         return self._again if waiter.again else self._new
 
     def next(self, place_for: Callable[[QueuedRequest], T | None]) -> tuple[QueuedRequest, T] | None:
-        """Remove and return the first request for which `place_for` returns a place, with that place; return None if
-        there is no such request. The search ends at the first unrestricted request that gets no place, because no later
-        request would get a place either."""
+        """Remove the first request for which `place_for` returns a place, and return the request and the place. Return
+        None if there is no such request. The search ends at the first request without excluded or avoided engines that
+        gets no place, because no later request would get a place either."""
         for waiter in self:
             place = place_for(waiter)
             if place is not None:

@@ -1,9 +1,9 @@
 """Choose the engine for a request with a named strategy, among the engines that the request's tag prefers. The
 functions have no side effects.
 
-A strategy is a function of a snapshot. The load index is equation 5 of the OrchestrRL paper: `(running + waiting) /
-concurrency cap / decode rate`. The gateway evaluates it with its own counts, including the new request. The decode rate
-is derived from the daemon's load index; engines without a known rate are assumed to have the median rate.
+A strategy is a function of a RoutingSnapshot. The load index is equation 5 of the OrchestrRL paper: `(running +
+waiting) / concurrency cap / decode rate`. The gateway evaluates it with its own counts, including the new request. The
+decode rate is derived from the daemon's load index. Engines without a known rate are assumed to have the median rate.
 """
 
 from array import array
@@ -25,8 +25,8 @@ _MASK = (1 << 64) - 1
 
 @dataclass(slots=True)
 class EngineLoad:
-    """The current load of one engine. The counts include only the requests of this gateway. A capacity or sequence
-    limit of 0 means unknown."""
+    """The current load of one engine. The counts include only the requests of this gateway. A KV capacity or sequence
+    limit of 0 means that the value is unknown."""
 
     id: EngineId
     running: int = 0
@@ -45,7 +45,7 @@ L = TypeVar("L", bound=EngineLoad)
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """The request that needs an engine."""
+    """The properties of a request that determine its engine."""
 
     context_tokens: int
     prefix: int = 0  # 64-bit hash, equal for requests that begin alike; 0: unknown
@@ -63,14 +63,14 @@ class RoutingSnapshot(Generic[L]):
 
 
 def fits(load: EngineLoad, context_tokens: int) -> bool:
-    """Return whether the KV cache has room for the context in addition to running and waiting requests. Return True if
-    the capacity is unknown."""
+    """Return whether the KV cache has room for `context_tokens` tokens in addition to the running and waiting requests.
+    Return True if the capacity is unknown."""
     return load.kv_capacity_tokens == 0 or load.kv_free_tokens - load.waiting_tokens >= context_tokens
 
 
 def concurrency_cap(load: EngineLoad, mean_tokens: float) -> int:
-    """Return the number of requests that the engine can run at once with its free KV; the number is 1 if the engine's
-    limits are unknown."""
+    """Return the number of requests that the engine can run at once, if each request in addition to the running
+    requests needs `mean_tokens` tokens of free KV. The number is 1 if the engine's limits are unknown."""
     cap = load.max_sequences
     if load.kv_capacity_tokens:
         free = load.kv_free_tokens
@@ -81,8 +81,8 @@ def concurrency_cap(load: EngineLoad, mean_tokens: float) -> int:
 
 
 def scale(loads: Sequence[EngineLoad], context_tokens: int) -> tuple[float, float]:
-    """Return the mean context of a request in tokens, including the new request, and the median seconds per token. The
-    median is used for engines whose rate is unknown."""
+    """Return the mean context of a request in tokens, including the new request, and the median time per token in
+    seconds. The median is used for engines whose decode rate is unknown."""
     held, requests = context_tokens, 1
     known: list[float] = []
     for load in loads:
@@ -99,8 +99,8 @@ def scale(loads: Sequence[EngineLoad], context_tokens: int) -> tuple[float, floa
 
 
 def ranks(loads: Sequence[EngineLoad], context_tokens: int) -> list[tuple[bool, float, int]]:
-    """Return a tuple for each load: whether the KV cache lacks room for the new request, the load index with the new
-    request, and the number of requests."""
+    """Return a tuple for each load. It contains whether the KV cache lacks room for the new request, the load index
+    including the new request, and the number of running and waiting requests. Better engines have lower tuples."""
     mean_tokens, typical_s = scale(loads, context_tokens)
     found = []
     for load in loads:
@@ -139,7 +139,7 @@ def within(snapshot: RoutingSnapshot[L]) -> list[L]:
 
 def load_index(snapshot: RoutingSnapshot[L]) -> L:
     """Return the engine with the lowest load index among the engines with KV room, or among all engines if none has
-    room. Ties go to fewer requests, then to the smaller id."""
+    room. Ties go to the engine with fewer requests, then to the engine with the smaller id."""
     loads = snapshot.loads
     ids = [load.id for load in loads]
     return min(zip(ranks(loads, snapshot.newcomer.context_tokens), ids, loads, strict=True))[2]  # no two ids are equal
@@ -147,7 +147,7 @@ def load_index(snapshot: RoutingSnapshot[L]) -> L:
 
 def least_tokens(snapshot: RoutingSnapshot[L]) -> L:
     """Return the engine with the fewest context tokens among the engines with KV room, or among all engines if none has
-    room. Ties go to fewer requests, then to the smaller id.
+    room. Ties go to the engine with fewer requests, then to the engine with the smaller id.
 
     Attention and KV grow with tokens, so this strategy suits prompts of very different lengths. It ignores the size and
     speed of engines, so it suits fleets of equal engines.
@@ -162,8 +162,8 @@ def least_tokens(snapshot: RoutingSnapshot[L]) -> L:
 
 
 def round_robin(snapshot: RoutingSnapshot[L]) -> L:
-    """Return the engine with the next id after the engine chosen last. Most frameworks route in this way, so the
-    strategy is provided for comparison."""
+    """Return the engine with the next id after the engine chosen last. The smallest id follows the largest. Most
+    frameworks route in this way, so the strategy is provided for comparison."""
     later = [load for load in snapshot.loads if snapshot.last is not None and load.id > snapshot.last]
     return min(later or snapshot.loads, key=lambda load: load.id)
 
@@ -173,9 +173,9 @@ def prefix_affinity(snapshot: RoutingSnapshot[L]) -> L:
     alike thus go to the engine that has their prefix cached. Without a prefix, return the choice of `load_index`.
 
     Engines are ranked for each prefix by rendezvous hashing (Thaler and Ravishankar, 1998). The ranking depends only on
-    the ids, so it is the same in every gateway and after a restart. When an engine leaves, only its own prefixes move.
-    Engines that are loaded too far beyond the least loaded engine are skipped, as in consistent hashing with bounded
-    loads (Mirrokni, Thorup and Zadimoghaddam, 2016).
+    the ids, so it is the same in every gateway and after a restart. When an engine leaves, only the prefixes of that
+    engine move. Engines that are loaded too far beyond the least loaded engine are skipped, as in consistent hashing
+    with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2016).
     """
     prefix = snapshot.newcomer.prefix
     if not prefix:
@@ -208,8 +208,8 @@ def prefix_of(group: str, body: Mapping[str, Any]) -> int:
 
 
 def score(prefix: int, engine: str) -> int:
-    """Return the prefix's preference for an engine. It is the finaliser of splitmix64, applied to the XOR of the prefix
-    and the engine's digest. The finaliser is a permutation, so engines whose digests differ never tie."""
+    """Return the prefix's preference for an engine. The score is the finaliser of splitmix64, applied to the XOR of the
+    prefix and the engine's digest. The finaliser is a permutation, so engines whose digests differ never tie."""
     mixed = prefix ^ _engine_digest(engine)
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & _MASK
@@ -226,9 +226,9 @@ def _digest(kind: bytes, data: bytes) -> int:
 
 
 def narrow(snapshot: RoutingSnapshot[L], pool: str) -> Sequence[L]:
-    """Return the pool's engines that are not loaded too far beyond the least loaded engine of all. If there are no such
-    engines, return all engines, because waiting for the preferred hardware would take longer. A tag can thus prefer a
-    pool, e.g. a pool with high memory bandwidth for decode-heavy tasks (RollArt)."""
+    """Return the engines of the pool that `within` returns. If there are none, return all engines, because waiting for
+    the preferred hardware would take longer. A tag can thus prefer a pool, e.g. a pool with high memory bandwidth for
+    decode-heavy tasks (RollArt)."""
     inside = sum(load.pool == pool for load in snapshot.loads)
     if not inside or inside == len(snapshot.loads):
         return snapshot.loads

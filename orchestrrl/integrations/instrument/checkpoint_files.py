@@ -1,8 +1,8 @@
 """Read, check and checksum the safetensors files of a folder without copying them.
 
 This module is used in engine processes and in OrchestrRL's own processes. It needs only the standard library, and uses
-xxhash if installed. The format is that of https://huggingface.co/docs/safetensors: 8 bytes of header length, a JSON
-header, and the data.
+xxhash if installed. The format is described at https://huggingface.co/docs/safetensors. A file contains the length of
+the header in 8 bytes, a JSON header, and the data.
 """
 
 import errno
@@ -89,8 +89,8 @@ def check_same_model(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, 
 
 
 def mapped(tensors: Mapping[str, StoredTensor]) -> dict[str, memoryview]:
-    """Memory-map the files; return each tensor's bytes, which are read on access. The mapping is copy-on-write and
-    lives as long as its views."""
+    """Memory-map the files of the tensors, and return each tensor's bytes by name. The bytes are read on access. The
+    mapping is copy-on-write and lives as long as its views."""
     maps: dict[Path, memoryview] = {}
     for file in {stored.file: None for stored in tensors.values()}:
         with file.open("rb") as opened:
@@ -99,9 +99,9 @@ def mapped(tensors: Mapping[str, StoredTensor]) -> dict[str, memoryview]:
 
 
 def content_sum(tensors: Mapping[str, StoredTensor], data: Mapping[str, memoryview]) -> str:
-    """Return a checksum of names, dtypes, shapes and bytes, as `ALGORITHM:HEX`. The checksum does not depend on the
-    division into files. Holes are hashed as zeros and are not read, because reading would allocate their memory on a
-    tmpfs, perhaps beyond its size."""
+    """Return a checksum of the tensors' names, dtypes, shapes and bytes, as `ALGORITHM:HEX`. The checksum does not
+    depend on the division into files. Holes are hashed as zeros and are not read, because reading them on a tmpfs would
+    allocate memory, perhaps more than the tmpfs may use."""
     written = {file: written_ranges(file) for file in {stored.file for stored in tensors.values()}}
 
     def one(name: str) -> str:
@@ -128,7 +128,8 @@ ALGORITHM = "blake2b_64" if xxhash is None else "xxh3_64"
 
 
 def _digest(data: memoryview | bytes, written: Sequence[tuple[int, int]], begin: int) -> str:
-    """Return the digest of `data`, which begins at offset `begin` of its file. Holes are hashed as zeros."""
+    """Return the digest of `data`, which begins at offset `begin` of its file. `written` lists the ranges of the file
+    that are not holes. Holes are hashed as zeros."""
     digest: Any = hashlib.blake2b(digest_size=8) if xxhash is None else xxhash.xxh3_64()
     at, end = begin, begin + len(data)
     for first, last in written[max(0, bisect_right(written, (begin,)) - 1) :]:
@@ -149,7 +150,8 @@ def _zeros(digest: Any, size: int) -> None:
 
 
 def written_ranges(file: Path) -> list[tuple[int, int]]:
-    """Return the (start, end) of each range of the file that is not a hole, sorted by start."""
+    """Return the (start, end) of each range of the file that is not a hole, sorted by start. If the file system does
+    not report holes, the only range is the whole file."""
     found: list[tuple[int, int]] = []
     with file.open("rb") as opened:
         at, size = 0, os.fstat(opened.fileno()).st_size

@@ -1,10 +1,10 @@
 """Hook torch.distributed to record collectives: the methods of process groups, and the paths that bypass them.
 
-Every function of torch.distributed calls a method of `ProcessGroup`, even if a caller imported the function earlier, so
-the hooks replace these methods in the class. The returned Work is followed until it has completed (work_watch.py).
-Three paths bypass these methods and have separate hooks: functional collectives are hooked at their operators,
-DistributedDataParallel by a communication hook, and the broadcasts of its buffers at `_broadcast_coalesced`.
-Collectives that are started by C++ code or a captured CUDA graph are not recorded.
+The hooks replace methods of the class `ProcessGroup`, which the functions of torch.distributed call. They therefore
+also affect callers that imported a function earlier. The Work object that a method returns is followed until it has
+completed (work_watch.py). Three paths bypass these methods and have separate hooks: functional collectives are hooked
+at their operators, DistributedDataParallel by a communication hook, and the broadcasts of its buffers at
+`_broadcast_coalesced`. Collectives that are started by C++ code or a captured CUDA graph are not recorded.
 """
 
 import threading
@@ -70,8 +70,8 @@ FUNCTIONAL = {
 
 
 class KnownGroup(NamedTuple):
-    """The id and the global ranks of a process group, cached by the group's address. The callback of the weak
-    `reference` drops the entry when the group is freed."""
+    """The id and the global ranks of a process group, cached by the group's address. `reference` is a weak reference
+    whose callback drops the entry when the group is freed."""
 
     reference: Any
     id: int
@@ -133,7 +133,7 @@ class CollectiveHooks:
         self._replace(torch.nn.parallel.DistributedDataParallel, "forward", self._forward)
 
     def replace(self, owner: Any, methods: Mapping[str, str]) -> None:
-        """Hook further methods that communicate; `methods` maps the name of a method to the operation to record. A
+        """Hook further methods that communicate. `methods` maps the name of each method to the operation to record. A
         repeated call has no effect.
 
         `owner` is a class whose objects have `ranks` (global ranks), `rank`, and a `unique_name` common to all ranks.
@@ -181,8 +181,8 @@ class CollectiveHooks:
     # The methods of a process group.
 
     def _method(self, method: GroupMethod, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the hook of a method. The hook's code is inlined instead of split into functions, because each
-        function call slows down the traced program."""
+        """Return the hook that replaces `original`, a method of ProcessGroup. The code of the hook is inlined instead
+        of split into functions, because each function call slows down the traced program."""
         op, tensors_at, peer_at, _ = method
         outer, ident = self._outer, threading.get_ident
         routes: dict[int, HookedMethod] = {}
@@ -346,8 +346,8 @@ class CollectiveHooks:
                 self._replace(owner, "_op", self._wait_tensor)
 
     def _operator(self, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the hook of a functional collective. The collective is recorded as ended when the program waits for
-        its result or frees it."""
+        """Return the hook that replaces `original`, the operator of a functional collective. The collective is recorded
+        as ended when the program waits for its result or frees it."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             tensors = args[0] if args else kwargs.get("input", ())
@@ -434,7 +434,8 @@ class CollectiveHooks:
 
 
 def _reduce_bucket(group: Any, bucket: Any) -> Any:
-    """Reduce a gradient bucket exactly as DistributedDataParallel does: multiply by 1 / ranks, then all-reduce."""
+    """Reduce a gradient bucket exactly as DistributedDataParallel does. The bucket is multiplied by 1 / (number of
+    ranks) and then all-reduced."""
     import torch.distributed
 
     averaged = bucket.buffer().mul_(1.0 / group.size())

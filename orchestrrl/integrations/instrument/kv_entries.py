@@ -106,7 +106,7 @@ class KvEntryStore:
         layout: KvBlockLayout,
         layers: Iterable[Iterable[memoryview]],
     ) -> int:
-        """Write one rank's file, which gets its final name when it is complete; return its size in bytes. Raises
+        """Write one rank's file and return its size in bytes. The file gets its final name when it is complete. Raises
         OSError if the file cannot be written.
 
         `layers` yields for each layer its blocks in order, in pieces of whole blocks. It is not read if there are no
@@ -128,8 +128,8 @@ class KvEntryStore:
         return size
 
     def lookup(self, entry: str, weights: str, block_tokens: int) -> KvEntryContents | None:
-        """Return an entry's description, or None if the entry is not yet complete. Raises UnusableEntry if it can never
-        be used, because it is damaged or does not match this engine, `weights` or `block_tokens`."""
+        """Return an entry's description, or None if the entry is not yet complete. Raises UnusableEntry if the entry
+        can never be used, because it is damaged or does not match this engine, `weights` or `block_tokens`."""
         try:
             names = set(os.listdir(self.root / entry))
         except (FileNotFoundError, NotADirectoryError):
@@ -169,8 +169,8 @@ class KvEntryStore:
         """Fill `layers`, which have the form described in `write`, with the blocks `wanted` of one rank's file. Return
         the number of bytes read.
 
-        Raises UnusableEntry if the file is missing or damaged, has another identity or layout, or fails a checksum.
-        Blocks filled before the error are invalid.
+        Raises UnusableEntry if the file is missing or damaged, has another identity or layout, lacks a block or fails a
+        checksum. Blocks filled before the error are invalid.
         """
         with self._opened(entry, rank) as (contents, saved, file):
             if contents.identity != identity:
@@ -232,8 +232,8 @@ class KvEntryStore:
 
 
 class KvEvictor:
-    """A thread that deletes entries, so that engine steps do not wait for it. It deletes discarded entries at once and
-    old entries every few seconds."""
+    """A thread that deletes entries, so that engine steps do not wait for deletions. It deletes discarded entries at
+    once and old entries every few seconds."""
 
     def __init__(self, store: KvEntryStore, max_age_s: float, max_bytes: int) -> None:
         self._store = store
@@ -253,8 +253,8 @@ class KvEvictor:
         self._orders.put(entry)
 
     def reserve(self, size_bytes: int) -> bool:
-        """Reserve space for an entry; return whether there was enough. The result is approximate, because other engines
-        also use the directory."""
+        """Reserve space for an entry of `size_bytes` bytes. Returns whether there was enough space. The result is
+        approximate, because other engines also use the directory."""
         if self._used_bytes + size_bytes > self._max_bytes:
             return False
         self._used_bytes += size_bytes
@@ -293,7 +293,7 @@ def _head(contents: KvEntryContents, layout: KvBlockLayout) -> bytes:
 
 def _read_head(file: io.BufferedReader) -> tuple[KvEntryContents, KvBlockLayout]:
     """Read and verify the parts of a file before its blocks. Raises ValueError, KeyError, TypeError, ArithmeticError or
-    struct.error if they are not as `_head` writes them."""
+    struct.error if these parts are not as `_head` writes them."""
     magic, header_bytes, tokens = PREAMBLE.unpack(file.read(PREAMBLE.size))
     size = os.fstat(file.fileno()).st_size
     if magic != MAGIC or header_bytes > MAX_HEADER_BYTES or 4 * tokens > size:
@@ -320,8 +320,8 @@ def _read_head(file: io.BufferedReader) -> tuple[KvEntryContents, KvBlockLayout]
 def _blocks_with_sums(
     out: io.BufferedWriter, blocks: int, layout: KvBlockLayout, layers: Iterable[Iterable[memoryview]]
 ) -> "array[int]":
-    """Write the blocks of all layers; return their checksums. Raises ValueError if a layer does not have `blocks`
-    blocks."""
+    """Write the blocks of all layers to `out` and return their checksums. Raises ValueError if a layer does not have
+    `blocks` blocks."""
     sums = array("I")
     for block_bytes, pieces in zip(layout.block_bytes, layers, strict=True):
         before = len(sums)

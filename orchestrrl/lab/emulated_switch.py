@@ -1,4 +1,6 @@
-"""Emulated optical switches with the vendors' protocols, and an emulator that serves the gRPC service `OcsDriver`."""
+"""Emulated optical switches that implement the vendors' protocols, and an emulator that serves the gRPC service
+`OcsDriver`.
+"""
 
 from typing import Any
 

@@ -30,8 +30,9 @@ class DemoFabricSection(ScenarioSection):
 
 
 class DeploymentSection(ScenarioSection):
-    """Engines that the daemon starts and can replace. The costs of engines are those of a built-in profile. Replaced
-    engines sleep until they are needed again."""
+    """The engines that the daemon starts and can replace. Their costs are taken from the built-in profile `profile`.
+    Replaced engines sleep until they are needed again.
+    """
 
     profile: str
     gpus: Count
@@ -43,7 +44,9 @@ class DeploymentSection(ScenarioSection):
 
 
 class SyncSection(ScenarioSection):
-    """The weights that a trainer publishes during a step. For vLLM, these are weights of the model that it serves."""
+    """The step during which a trainer publishes new weights. For vLLM, these are weights of the model that the engines
+    serve.
+    """
 
     prompts: Count  # prompts of that step
     max_tokens: Count
@@ -89,7 +92,8 @@ class Sample:
 
 def load_scenario(name: str) -> DemoScenario:
     """Return the built-in scenario `simulated`, `simulated-kv`, `simulated-redeploy` or `vllm`. Raises ProblemFaults if
-    its file is invalid."""
+    the scenario's file is invalid.
+    """
     text = files("orchestrrl.lab.demo").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     document = yaml.safe_load(text)
     # YAML 1.1 reads 4.1e-8 as a number but 1e-8 as a string; pydantic accepts both.
@@ -100,11 +104,11 @@ def load_scenario(name: str) -> DemoScenario:
 
 
 def samples(scenario: DemoScenario, engine: str, seed: int) -> list[Sample]:
-    """Return the step's requests in order of submission, grouped by prompt. Prompts are assigned to engines
-    round-robin.
+    """Return the requests of the scenario's step in order of submission, grouped by prompt. `engine` is the kind of
+    engine, one of ENGINES. Prompts are assigned to engines round-robin.
 
-    The engines decode greedily, so that the response to a moved request can be compared with that of an undisturbed
-    request. Samples of a prompt therefore differ in the last prompt token instead of in random numbers.
+    The engines decode greedily, so that the response to a moved request can be compared with the response to an
+    undisturbed request. Samples of a prompt therefore differ in the last prompt token instead of in random numbers.
     """
     rng = random.Random(seed)
     vocabulary = (FIRST_WORD, TokenModel().vocab_size) if engine == "simulated" else (16, VLLM_VOCABULARY)
@@ -133,7 +137,9 @@ def expected_answers(scenario: DemoScenario, step: Sequence[Sample]) -> dict[Req
 
 
 def expected_ids(scenario: DemoScenario, sample: Sample) -> list[int]:
-    """Return the response that an undisturbed simulated engine gives to the sample, computed without an engine."""
+    """Return the token IDs of the response that an undisturbed simulated engine gives to the sample. They are computed
+    without an engine.
+    """
     generation = TokenModel(lengths=scenario.lengths).begin(sample.prompt_ids)
     ids = [generation.next_token()[0] for _ in range(sample.output_tokens)]
     if generation.answer_tokens <= scenario.max_tokens:

@@ -28,7 +28,9 @@ Report = Callable[[str, int, int], None]  # current activity, units done, total 
 
 @dataclass(slots=True)
 class DemoStepRecord:
-    """The record of one run of the step. Times are engine seconds from the start of the step."""
+    """The record of one run of a generation step. Times are in engine seconds. Finish times are measured from the start
+    of the step.
+    """
 
     makespan_s: float = 0.0
     finish_s: dict[RequestId, float] = field(default_factory=dict)
@@ -41,7 +43,8 @@ class DemoStepRecord:
 @dataclass(slots=True)
 class ComparedStep:
     """One step that is run twice: as a baseline and with the demonstrated feature. `expected` contains the responses of
-    an undisturbed run; None means the responses of the baseline."""
+    an undisturbed run. If it is None, the baseline is the undisturbed run.
+    """
 
     seed: int
     samples: list[Sample]
@@ -55,7 +58,9 @@ class ComparedStep:
 
     @property
     def lost(self) -> list[RequestId]:
-        """The requests without a response. A request is listed twice if it has no response in both runs."""
+        """The requests without a response in one of the two runs. A request is listed twice if neither run has a
+        response to it.
+        """
         runs = (self.baseline, self.shown)
         return [sample.id for sample in self.samples for record in runs if sample.id not in record.answers]
 
@@ -76,7 +81,7 @@ Step = TypeVar("Step", bound=ComparedStep)
 
 @dataclass(slots=True)
 class ComparedDemo(Generic[Step]):
-    """The steps of several seeds, each run twice."""
+    """The compared steps of a demo, one for each seed."""
 
     scenario: DemoScenario
     seeds: list[Step]
@@ -100,7 +105,7 @@ class ComparedDemo(Generic[Step]):
 
 @dataclass(frozen=True, slots=True)
 class DemoFleet:
-    """The running engines of one kind, with a client for each engine. `connected` creates it."""
+    """The running engines of one kind, with a client for each engine. `connected` creates the fleet."""
 
     scenario: DemoScenario
     kind: str
@@ -117,13 +122,13 @@ class DemoFleet:
         begun: Callable[[], Awaitable[None]] | None = None,
         spans: bool = False,
     ) -> DemoStepRecord:
-        """Send all samples at once, through a gateway or, without a gateway, each to its assigned engine. Return when
-        all responses have arrived.
+        """Send all samples at once, through a gateway or, without a gateway, each to its assigned engine. Return the
+        record of the run when all requests have ended.
 
-        Simulated engines are frozen until they have every request: submission takes the same wall time at any engine
-        speed, so it must not be included in engine time. When all requests are submitted and the engines run, `begun`
-        is awaited. With `spans`, request the policy version of each token from the gateway. Failures of single requests
-        are recorded and raise no exception.
+        Simulated engines are paused until they have accepted every request. Submission takes the same wall-clock time
+        at any engine speed, so it must not count as engine time. When all requests are submitted and the engines run,
+        `begun` is awaited. With `spans`, request the policy version of each token from the gateway. Failures of single
+        requests are recorded and raise no exception.
         """
         hold, record = self.kind == "simulated", DemoStepRecord(idle_s=[0.0] * len(self.clients))
         run = _StepRun(self, record, partial(self.report, label), len(step), spans)

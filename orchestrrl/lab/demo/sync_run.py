@@ -1,5 +1,6 @@
 """Run a weight sync with requests in flight: publish one version before a step and the next version during it. Then
-compare each token with the tokens that the version named by its span generates."""
+compare each token of the responses with the token that the version named in its span generates.
+"""
 
 import asyncio
 import shutil
@@ -37,7 +38,7 @@ LAYERS, SHAPE = 16, (512, 1024)  # weights of simulated engines: 32 MiB in float
 
 @dataclass(slots=True)
 class SyncOutcome:
-    """The outcome of publishing a version while requests run."""
+    """The outcome of publishing a version of the weights while requests run."""
 
     profile: SyncProfile
     engines: int
@@ -71,8 +72,9 @@ class AnswerStretch:
 
 
 async def run_sync(fleet: DemoFleet, stack: Stack) -> SyncOutcome:
-    """Publish two versions, the second one during a step, and return the outcome of the second publication. Raises
-    Permanent if a sync fails."""
+    """Publish two versions of the weights, the second one during a step, and return the outcome of the second
+    publication. Raises Permanent if a sync fails.
+    """
     scenario, is_simulated = fleet.scenario, fleet.kind == "simulated"
     assert scenario.sync is not None, "the scenario has a section `sync`"
     smaller = scenario.model_copy(update={"prompts": scenario.sync.prompts, "max_tokens": scenario.sync.max_tokens})
@@ -123,7 +125,8 @@ async def run_sync(fleet: DemoFleet, stack: Stack) -> SyncOutcome:
 
 async def _start_peers(fleet: DemoFleet, stack: Stack, home: Path) -> dict[int, Path]:
     """Start a peer for the trainer and for each of two hosts that share the engines. The peers stop with the stack.
-    Wait until all peers are attached, and return the checkpoint of each version."""
+    Wait until all peers are attached, and return the checkpoint folder of each version.
+    """
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
     hosts: dict[str, dict[str, str]] = {TRAINER: {}}
@@ -174,7 +177,7 @@ async def _under_way(daemon_address: str, engines: int) -> None:
 
 
 def stretches(step: Sequence[Sample], record: DemoStepRecord) -> list[AnswerStretch]:
-    """Return the stretches of all responses, in the order of the step's requests."""
+    """Return the stretches of all responses in `record`, in the order of the step's requests."""
     found = []
     for sample in step:
         ids = record.answers.get(sample.id, [])
@@ -185,8 +188,9 @@ def stretches(step: Sequence[Sample], record: DemoStepRecord) -> list[AnswerStre
 
 
 def simulated_ids(scenario: DemoScenario, seeds: Mapping[int, int], stretch: AnswerStretch) -> list[int]:
-    """Return the tokens with which a simulated engine with the stretch's version continues the context, computed
-    without an engine. `seeds` maps each version to the seed of its weights."""
+    """Return the tokens with which a simulated engine that has the stretch's version continues the stretch's context.
+    They are computed without an engine. `seeds` maps each version to the seed of its weights.
+    """
     if stretch.version is None or stretch.version not in seeds:
         return []
     model = TokenModel(lengths=scenario.lengths, weights_seed=seeds[stretch.version])
@@ -209,8 +213,9 @@ def _continued(stretches: Sequence[AnswerStretch]) -> list[Sample]:
 
 
 def _of(record: DemoStepRecord, stretch: AnswerStretch) -> list[int]:
-    """Return the response to the stretch's request. If a separate request was made for the stretch, return its response
-    instead."""
+    """Return the response in `record` to the stretch's request or, if there is none, to the separate request made for
+    the stretch. The response is cut to the length of the stretch.
+    """
     id = stretch.sample.id
     ids = record.answers.get(id) or record.answers.get(RequestId(f"again-{id}"), [])
     return ids[: len(stretch.ids)]

@@ -65,18 +65,20 @@ class SimulatedDeployer(FixedGpusDeployer):
     # --- events on the machines
 
     def place(self, spec: EngineSpec) -> DeployedInstance:
-        """Add an engine that is ready from the beginning."""
+        """Add an engine that is ready immediately."""
         deployed = self._take(spec)
         self._started(deployed)
         return deployed
 
     def fail(self, engine: EngineId, detail: str) -> None:
-        """End an engine as a crash would. The engine's GPUs stay reserved until it is stopped."""
+        """End an engine as a crash would. The engine's GPUs stay reserved until the engine is stopped."""
         self._engines[engine] = replace(self._engines[engine], life=EngineLife.ENDED, detail=detail)
         self._end(engine)
 
     def remove(self, engine: EngineId) -> None:
-        """Remove an engine as a stop, or a crash with clean-up, would. The engine's GPUs are free immediately."""
+        """Remove an engine, as happens when it is stopped, or when it crashes and is cleaned up. The engine's GPUs are
+        free immediately.
+        """
         held = self._engines.pop(engine, None)
         if held is not None and held.life is EngineLife.ALIVE:
             self._end(engine)

@@ -1,4 +1,4 @@
-"""Build the clusters of the paper's sections 6 and 7 as scenarios, and measure their stages on a fabric.
+"""Build the clusters of sections 6 and 7 of the OrchestrRL paper as scenarios, and measure their stages on a fabric.
 
 Unlike in `orchestrrl sim run`, computation hides a part of the tensor-parallel communication.
 """
@@ -31,8 +31,9 @@ LONE_RADIX = 11
 
 
 def training_of(text: str) -> dict[str, Any]:
-    """Parse the text of a training section, such as `tp8 pp2`. A name without a number enables the option of that
-    name."""
+    """Parse the text of a training section, such as `tp8 pp2`, into its options. A name without a number enables the
+    option of that name.
+    """
     names = {word.rstrip("0123456789"): word for word in text.split()}
     return {name: int(word[len(name) :]) if word != name else True for name, word in names.items()}
 
@@ -132,7 +133,9 @@ TRAIN_CONSTANTS = replace(MEGATRON, tp_hidden_share=given.TP_HIDDEN.value)
 
 @dataclass(frozen=True, slots=True)
 class SteadyStep:
-    """The stages of a steady step, and the throughput of the one-step asynchronous loop."""
+    """The stages of a step in the steady state, the throughput of the one-step asynchronous loop, and the cost of the
+    network in US dollars.
+    """
 
     gen: GenStage
     train: TrainStage
@@ -151,8 +154,10 @@ def stages_of(scenario: ClusterScenario, kind: str, **options: object) -> Fabric
 
 
 def measured(stages: FabricStages, arm: str = "verl_to", seed: int = 1) -> SteadyStep:
-    """Measure a loop that repeats the scenario's last generation step. Each step finishes as many samples as it begins,
-    even if the original step finished more (partial rollout also finishes samples of the previous step)."""
+    """Return the steady step of a loop that repeats the scenario's last generation step. Each step finishes as many
+    samples as it begins, even if the original step finished more (partial rollout also finishes samples of the previous
+    step).
+    """
     times = ArmTimes(stages, arm, seed)
     gen, sync = times.healthy[-1], times.sync_stage(SimulatedFailures())
     job = times.job(gen.samples)
@@ -162,8 +167,9 @@ def measured(stages: FabricStages, arm: str = "verl_to", seed: int = 1) -> Stead
 
 
 def retrained(found: SteadyStep, stages: FabricStages) -> SteadyStep:
-    """Return `step` with its training replaced by that of `stages`, which may use other GPUs or optimiser steps.
-    Generation and sync are unchanged, and the sync runs alone on the network."""
+    """Return `found` with its training stage replaced by that of `stages`, which may use another number of GPUs or of
+    optimiser steps. The generation and sync stages are unchanged. The sync is assumed to run alone on the network.
+    """
     job = replace(found.job, layout=stages.scenario.train_layout)
     train = stages.training(SimulatedFailures(), job)
     rate = _samples_per_s(stages.scenario, found.gen, train, found.sync)
@@ -175,7 +181,7 @@ Syncing = Callable[[int, float, tuple[FabricStage, ...]], SyncTime]  # version, 
 
 @dataclass(frozen=True, slots=True)
 class _Beside(FixedTimes):
-    """Fixed stage times. Only the time of a sync depends on the concurrent stages."""
+    """Stage times that are fixed, except that the time of a sync depends on the concurrent stages."""
 
     syncing: Syncing
 
@@ -199,14 +205,16 @@ def network_usd(stages: FabricStages) -> float:
 
 
 def at_scale(model: str, train_gpus: int, gpus: int, layouts: tuple[str, ...]) -> Case:
-    """Return a case of the paper's section 7. The number of requests is proportional to the generation GPUs."""
+    """Return a case of the paper's section 7. The number of requests is proportional to the number of generation
+    GPUs.
+    """
     generating = gpus - train_gpus
     prompts = generating * given.REQUESTS_PER_GPU.value // given.SAMPLES.value
     return Case(model, train_gpus, generating, prompts, given.MAX_TOKENS_AT_SCALE.value, layouts, fast_interval_s=5.0)
 
 
 def balanced(model: str, gpus: int, layouts: tuple[str, ...]) -> Case:
-    """Return a case with the split of GPUs that makes training and generation equally long on a fat tree."""
+    """Return a case with the split of GPUs that makes training and generation about equally long on a fat tree."""
     unit = UNITS[model]
     pilot = at_scale(model, max(unit, round(gpus * given.PILOT_SHARE.value / unit) * unit), gpus, layouts)
     found = measured(stages_of(pilot.scenario(), "fat_tree"))

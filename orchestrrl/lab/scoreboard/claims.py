@@ -19,7 +19,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class PaperClaim:
-    """A figure of the paper: one number, or a range. The unbounded side of a range is null in JSON."""
+    """A figure of the paper: one number, or a range. An unbounded side of a range is null in JSON."""
 
     low: Annotated[float, BeforeValidator(lambda value: -inf if value is None else value)]
     high: Annotated[float, BeforeValidator(lambda value: inf if value is None else value)]
@@ -37,8 +37,9 @@ class PaperClaim:
         return cls(-inf, value)
 
     def difference(self, ours: float) -> float:
-        """Return the difference of `ours` from the nearer end of the range, relative to that end. Inside the range, the
-        difference is 0."""
+        """Return the difference between `ours` and the nearer end of the claimed range, relative to that end. The
+        difference is 0 if `ours` is inside the range.
+        """
         if self.low <= ours <= self.high:
             return 0.0
         end = self.low if ours < self.low else self.high
@@ -47,9 +48,11 @@ class PaperClaim:
 
 @dataclass(frozen=True, slots=True)
 class ScoreboardRow:
-    """A row of the scoreboard. `paper` is None if the paper has no such figure. `why` is the reason for a difference
-    over FAR, or explains a row that has no figure in the paper. Otherwise, it is empty. `claim` is a key of CLAIMS.
-    `given` means that `ours` is an input and is not compared."""
+    """A row of the scoreboard, which compares the paper's figure `paper` with the reproduced value `ours`. `paper` is
+    None if the paper has no such figure. `why` gives the reason for a relative difference over FAR, or explains a row
+    that has no figure in the paper. Otherwise, `why` is empty. `claim` is a key of CLAIMS. `given` means that `ours` is
+    an input and is not compared.
+    """
 
     figure: str  # e.g. "Figure 13", "Table 4", "Beyond"
     what: str  # e.g. "throughput of TopoOpt over fat tree, Qwen2.5-72B on 1,024 GPUs"
@@ -82,8 +85,9 @@ class Constant(Generic[Value]):
 
 @dataclass(frozen=True, slots=True)
 class ScoreboardPart:
-    """A part of the scoreboard. `make(quick)` returns its rows; a quick run has fewer seeds, sizes and steps. The
-    attribute `quick` describes the reduction."""
+    """A part of the scoreboard. `make` returns the part's rows. If its argument is true, the run is quick: it has fewer
+    seeds, models or sizes. The attribute `quick` describes this reduction.
+    """
 
     id: str
     title: str
@@ -95,14 +99,15 @@ UNKNOWN = "unknown"
 
 
 def compared(figure: str, what: str, claim: str, ours: float, why: str = UNKNOWN, unit: str = "x") -> ScoreboardRow:
-    """Return a row that is compared with a claim. `why` is omitted from the row if the difference is at most FAR.
-    Raises KeyError for an unknown claim."""
+    """Return a row that compares `ours` with a claim of the paper. `why` is omitted from the row if the relative
+    difference is at most FAR. Raises KeyError if the claim is unknown.
+    """
     row = ScoreboardRow(figure, what, CLAIMS[claim], ours, unit, why, claim)
     return row if row.is_far else ScoreboardRow(figure, what, CLAIMS[claim], ours, unit, "", claim)
 
 
 def beyond(what: str, ours: float, unit: str = "x", why: str = "", figure: str = "Beyond") -> ScoreboardRow:
-    """Return a row that has no figure in the paper. `why` explains the row."""
+    """Return a row for a value that has no figure in the paper. `why` explains the row."""
     return ScoreboardRow(figure, what, None, ours, unit, why)
 
 

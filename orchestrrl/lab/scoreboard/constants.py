@@ -1,8 +1,8 @@
 """The constants of the scoreboard's figures, with their sources. Constants of models, GPUs, kernels and components are
-in the files that `ELSEWHERE` names.
+in the files that `ELSEWHERE` lists.
 
-An "assumption" is given neither by the paper nor by another public source. It was chosen before any figure was
-computed.
+A value whose source is "assumption" is given neither by the paper nor by another public source. It was chosen before
+any figure was computed.
 """
 
 from collections.abc import Mapping
@@ -144,5 +144,5 @@ ELSEWHERE: Mapping[str, str] = {
 
 
 def every() -> list[Constant[Any]]:
-    """Return all constants of this file, in the order of their definition."""
+    """Return all constants of this module, in the order of their definition."""
     return [value for value in globals().values() if isinstance(value, Constant)]

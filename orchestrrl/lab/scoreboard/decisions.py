@@ -1,10 +1,11 @@
-"""Reproduce figure 20 and section 4.1: the time that the planner's solver needs, and the error of the planner's
-forecast.
+"""Reproduce figure 20 and section 4.1 of the OrchestrRL paper: the time that the planner's solver needs, and the error
+of the planner's forecast.
 
-Clients of a production service are mixed with drifting weights, and each step is a sample of the current mixture. The
-error is the total absolute difference over bins divided by the number of requests. Two reference values are reported:
-the difference between two samples of the true mixture, and the difference between a sample and the true mixture, which
-is a lower bound for any forecast. A forecast of expected counts may have an error between these two values.
+The length distributions of a production service's clients are mixed with drifting weights, and each step is a sample of
+the current mixture. The error is the absolute difference between forecast and actual counts, summed over bins and
+divided by the number of requests. Two reference values are reported: the difference between two samples of the true
+mixture, and the difference between a sample and the true mixture. The latter is a lower bound for the error of any
+forecast. A forecast of expected counts may have an error between the two values.
 """
 
 import csv
@@ -39,9 +40,10 @@ Shares = NDArray[np.float64]  # [client or step, bin]
 
 
 def mean_errors(clients: Shares, requests: int, seeds: int) -> dict[str, float]:
-    """Forecast series of steps, one step ahead. Return the mean errors over seeds and scored steps by name. The names
-    are those of the methods, `chosen` (the method that the planner chooses), and the reference values `two_samples` and
-    `truth`."""
+    """Forecast each step of a series from the steps before it. Return, by name, the mean errors over seeds and scored
+    steps. The names are those of the forecast methods, `chosen` (the method that the planner chooses), and the
+    reference values `two_samples` and `truth`.
+    """
     errors: dict[str, list[float]] = defaultdict(list)
     for seed in range(seeds):
         rng = np.random.default_rng(seed)
@@ -60,8 +62,9 @@ def mean_errors(clients: Shares, requests: int, seeds: int) -> dict[str, float]:
 
 
 def drifting(clients: Shares, rng: np.random.Generator) -> Shares:
-    """Return the mixture of each step, as an array indexed by [step, bin]. Each client's weight is log-normal and
-    drifts to its reciprocal."""
+    """Return the mixture of the clients' distributions at each step, as an array indexed by [step, bin]. Each client's
+    weight is log-normal and drifts to its reciprocal.
+    """
     along, across = rng.normal(size=(2, len(clients)))
     angle = np.pi * np.arange(STEPS) / (STEPS - 1)
     weights = np.exp(np.outer(np.cos(angle), along) + np.outer(np.sin(angle), across))
@@ -72,7 +75,8 @@ def drifting(clients: Shares, rng: np.random.Generator) -> Shares:
 @cache
 def client_shares() -> tuple[Shares, str]:
     """Return each client's mean distribution of output lengths, indexed by [client, bin], and a description of the
-    source."""
+    distributions' source.
+    """
     if not HISTOGRAMS.exists():
         return _fitted_shares(), f"{len(FITTED)} fitted clients ({HISTOGRAMS.name} is missing)"
     windows: dict[tuple[int, int], Shares] = defaultdict(lambda: np.zeros(BINS))
@@ -104,8 +108,9 @@ FORECAST_SEEDS, QUICK_SEEDS = 20, 4
 
 
 def solver(quick: bool) -> Iterator[ScoreboardRow]:
-    """Measure the time of the solver in this process. This is the only figure of the scoreboard that depends on the
-    machine."""
+    """Measure the run time of the solver in this process. This is the only figure of the scoreboard that depends on the
+    machine.
+    """
     measure(GPUS // 16)  # load compiled code
     for gpus in (GPUS,) if quick else (GPUS, 4 * GPUS, 16 * GPUS):
         found = measure(gpus)
@@ -119,8 +124,9 @@ def solver(quick: bool) -> Iterator[ScoreboardRow]:
 
 
 def forecast(quick: bool) -> Iterator[ScoreboardRow]:
-    """Measure the forecast error for both interpretations of the batch size in section 2.1: a number of answers, and a
-    number of prompts."""
+    """Measure the forecast error for both interpretations of the batch size in the paper's section 2.1: a number of
+    answers, and a number of prompts.
+    """
     clients, source = client_shares()
     batch = given.BATCH.value
     answers = {batch: QUICK_SEEDS if quick else FORECAST_SEEDS, batch * given.SAMPLES.value: QUICK_SEEDS}

@@ -1,5 +1,6 @@
-"""Reproduce figure 12: the errors of the paper's simulator and of this simulator against measurements
-(docs/fidelity.md)."""
+"""Reproduce figure 12 of the OrchestrRL paper: the errors of the paper's simulator and of this simulator relative to
+measurements (docs/fidelity.md).
+"""
 
 from collections.abc import Iterator
 

@@ -1,5 +1,5 @@
-"""Reproduce figures 5 and 9 to 11 and section 2: gains of planning and balancing, windows between collectives, phase
-times, and the case study's engine change.
+"""Reproduce figures 5 and 9 to 11 and section 2 of the OrchestrRL paper: gains from planning and balancing, windows
+between collectives, phase times, and the redeployment of the case study.
 
 The paper's engine is fitted to section 2.1's six phase times (planner/cost/paper.py). To predict a phase time
 independently, the engine's four parameters are fitted to the other five phase times.
@@ -48,7 +48,9 @@ def on_testbed(
     requests: int = given.BATCH.value,
     **more: Any,
 ) -> FabricStages:
-    """Return a job on the paper's testbed with two steps; the second is measured. `more` are further fields of Case."""
+    """Return the stages of a job with two steps on the paper's testbed. The second step is measured. `more` contains
+    further fields of Case.
+    """
     gpus = MODELS[model]
     prompts = requests // given.SAMPLES.value
     case = Case(model, gpus, gpus, prompts, max_tokens, layouts, steps=2, **more)
@@ -130,7 +132,9 @@ def section_2(prompts: int, max_tokens: int) -> FabricStages:
 
 
 def worker_skew(stages: FabricStages) -> float:
-    """Return the ratio of the latest to the earliest completion time of engines under a static assignment."""
+    """Return the ratio of the latest to the earliest completion time of engines under a static assignment of
+    requests.
+    """
     ready = stages.ready(SimulatedFailures())
     scenario = ready.scenario(1)
     (kind,) = (EngineKind(each) for each in ready.profile.configurations)
@@ -143,7 +147,7 @@ COLLECTIVES_OF_A_LAYER = 2  # TP collectives per layer in a decode iteration
 
 
 def slack(quick: bool) -> list[ScoreboardRow]:
-    """Reproduce figure 5 with the job of section 2: Qwen2.5-14B on 72 GPUs."""
+    """Reproduce the paper's figure 5 with the job of section 2: Qwen2.5-14B on 72 GPUs."""
     _, gen_gpus = given.WORKLOAD_GPUS.value
     stages = section_2(given.BATCH.value // given.SAMPLES.value, given.MAX_TOKENS.value[0])
     found = measured(stages)
@@ -223,7 +227,9 @@ def case_study(quick: bool) -> list[ScoreboardRow]:
 
 
 def _change(requests: int) -> tuple[list[int], EngineKind, float]:
-    """Return the context tokens of each remaining request, the new engine kind, and the seconds to recompute the KV."""
+    """Return the number of context tokens of each remaining request, the new engine kind, and the time, in seconds, to
+    recompute the requests' KV cache. `requests` is the number of requests of the step.
+    """
     stages = on_testbed("qwen2.5-14b", given.MAX_TOKENS.value[-1], requests=requests)
     profile = stages.ready(SimulatedFailures()).profile
     kinds = {str(each.id): EngineKind(each) for each in profile.configurations}
@@ -233,7 +239,7 @@ def _change(requests: int) -> tuple[list[int], EngineKind, float]:
 
 
 def _left(stages: FabricStages, kind: EngineKind) -> list[int]:
-    """Return the context tokens of each running request at the time of the engine change."""
+    """Return the number of context tokens of each running request at the time of the redeployment."""
     requests = steps_of(stages.ready(SimulatedFailures()).scenario(1), 1)[0]
     held = []
     for some in dealt(requests, GPUS // kind.gpus):
@@ -246,8 +252,9 @@ def _left(stages: FabricStages, kind: EngineKind) -> list[int]:
 
 
 def _recompute_s(contexts: Sequence[int], kind: EngineKind, moves: MoveCosts) -> float:
-    """Return the seconds to recompute all requests. The requests are assigned in descending size, each to the least
-    loaded engine."""
+    """Return the time, in seconds, to recompute the KV cache of all requests. Requests are assigned in descending order
+    of size, each to the least loaded engine.
+    """
     tokens, rebuilt = np.array(sorted(contexts, reverse=True), np.float64), moves.rebuilt_tokens()
     seconds = (tokens if rebuilt is None else rebuilt.over(tokens)) / kind.profile.prefill_tokens_per_s
     loads_s = np.zeros(GPUS // kind.gpus)

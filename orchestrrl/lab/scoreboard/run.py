@@ -1,8 +1,7 @@
-"""Make all figures of the scoreboard, in the order of the table, and list the paper's figures that cannot be
-reproduced.
+"""Make the figures of the scoreboard, and list the paper's figures that cannot be reproduced.
 
 Figures are made in parallel by local processes. The rows of each figure are stored in a file, so that an interrupted
-run can continue. A file is valid as long as the code and the options are the same.
+run can continue. A file remains valid until the code changes. Quick runs use separate files.
 """
 
 import json
@@ -80,8 +79,9 @@ NOT_HERE: Mapping[str, str] = {
 
 
 def chosen(wanted: Sequence[str]) -> list[ScoreboardPart]:
-    """Return the chosen figures, or all if none is named. A number such as `13` selects all parts of that figure.
-    Raises ProblemFaults if a name is unknown."""
+    """Return the figures named in `wanted`, or all figures if `wanted` is empty. A number such as `13` selects all
+    parts of that figure. Raises ProblemFaults if a name is unknown.
+    """
     known = list(dict.fromkeys(name for figure in FIGURES for name in _names(figure)))
     names = chosen_names(wanted, known, "--figures")
     return [figure for figure in FIGURES if any(name in names for name in _names(figure))]
@@ -93,7 +93,7 @@ def _names(figure: ScoreboardPart) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The rows of a figure, and the time in seconds to make the rows."""
+    """The rows of a figure, and the time, in seconds, that it took to make them."""
 
     id: str
     title: str
@@ -106,7 +106,7 @@ _MADE = TypeAdapter(Made)
 
 
 def code_digest() -> str:
-    """Return the digest of all code on which figures depend."""
+    """Return a digest of all code on which the figures depend."""
     digest = sha256()
     for package in (orchestrrl, planner, balancer):
         assert package.__file__ is not None
@@ -122,7 +122,7 @@ def path_of(folder: Path, id: str, quick: bool) -> Path:
 
 
 def write(folder: Path, made: Made, quick: bool, code: str) -> None:
-    """Write a figure's file atomically."""
+    """Write a figure's file in `folder` atomically. `code` is the digest of the code that made the figure."""
     folder.mkdir(parents=True, exist_ok=True)
     path = path_of(folder, made.id, quick)
     partly = path.with_suffix(".part")
@@ -131,8 +131,9 @@ def write(folder: Path, made: Made, quick: bool, code: str) -> None:
 
 
 def read(folder: Path, id: str, quick: bool, code: str) -> Made | None:
-    """Read a figure's file. Return None if it does not exist, is invalid, or was written by another version of the
-    code."""
+    """Read a figure's file in `folder`. Return None if the file does not exist, is invalid, or was written by code with
+    a digest other than `code`.
+    """
     try:
         document = json.loads(path_of(folder, id, quick).read_text(encoding="utf-8"))
         return _MADE.validate_python(document) if document["code"] == code else None
@@ -141,7 +142,7 @@ def read(folder: Path, id: str, quick: bool, code: str) -> Made | None:
 
 
 def as_json(made: Made) -> dict[str, Any]:
-    """Return a figure as a JSON document. The unbounded side of a range is null."""
+    """Return a figure as a JSON document. An unbounded side of a range is null."""
     document: dict[str, Any] = json.loads(_MADE.dump_json(made))
     for fields, row in zip(document["rows"], made.rows, strict=True):
         fields["difference"] = row.difference
@@ -160,8 +161,9 @@ LONGEST_FIRST = ("17", "13-moe", "9", "16", "additions", "10", "18", "13-dense",
 def make(
     figures: Sequence[ScoreboardPart], quick: bool, folder: Path, report: Report, *, processes: int | None = None
 ) -> list[Made]:
-    """Make the figures and return them in the order of `figures`. Raises Permanent if a process dies; finished figures
-    are kept."""
+    """Make those `figures` that are not yet stored in `folder`, and return all figures in the given order. Raises
+    Permanent if a process dies. Figures that are finished by then remain stored.
+    """
     code = code_digest()
     found = {figure.id: made for figure in figures if (made := read(folder, figure.id, quick, code)) is not None}
     missing = [figure.id for figure in figures if figure.id not in found]

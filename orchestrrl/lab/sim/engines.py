@@ -1,4 +1,6 @@
-"""Simulate engines in virtual time, with their configurations and the client that redeployments and gateways use."""
+"""Simulate engines in virtual time. The module also defines the engines' configurations, and the client that
+redeployments and gateways use.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -16,8 +18,10 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """An engine configuration in the simulator. `nic_gbps` is an engine's traffic over the NICs of each node while the
-    engine decodes. `most` limits the number of engines in a fleet, in addition to the limit by the number of GPUs."""
+    """An engine configuration in the simulator. `nic_gbps` is the traffic that an engine sends over the NICs of each
+    node while it decodes. `most` limits the number of engines in a fleet, in addition to the limit by the number of
+    GPUs.
+    """
 
     profile: EngineProfile
     nic_gbps: float = 0.0
@@ -52,7 +56,7 @@ class EngineKind:
 
 
 def kinds_of(scenario: GenerationScenario) -> dict[ConfigurationId, EngineKind]:
-    """Return the scenario's configurations by id, in the order of the scenario."""
+    """Return the scenario's engine kinds by configuration id, in the order in which the scenario lists them."""
     profile = scenario.engines.profile_value
     kinds = [_kind(configuration) for configuration in scenario.engines.configurations]
     kinds += [EngineKind(engine) for engine in profile.configurations] if profile is not None else []
@@ -74,8 +78,9 @@ def _kind(section: EngineConfiguration) -> EngineKind:
 
 
 def fleet_section(scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind]) -> dict[str, object]:
-    """Return the section `fleet` of the daemon's configuration for these engines. Configurations of a profile are not
-    included."""
+    """Return the section `fleet` of the daemon's configuration for the engine kinds `kinds`. Configurations that come
+    from a profile are not included.
+    """
     named = (ConfigurationId(configuration.id) for configuration in scenario.engines.configurations)
     written = [name for name in named if name in kinds]  # the others are unusable, see run.usable_kinds
     links = scenario.network
@@ -93,8 +98,9 @@ def fleet_section(scenario: GenerationScenario, kinds: Mapping[ConfigurationId, 
 
 
 def homogeneous(kind: EngineKind, gpus_count: int, per_node: int) -> dict[EngineId, tuple[GpuId, ...]]:
-    """Return the GPUs of each engine for as many engines of one kind as fit. An engine is inside one node or on whole
-    nodes."""
+    """Return the GPUs of each engine of a fleet with as many engines of one kind as fit on `gpus_count` GPUs. An engine
+    is inside one node or occupies whole nodes.
+    """
     size, nodes_gpus = kind.gpus, -(-kind.gpus // per_node) * per_node
     if size > per_node and size != nodes_gpus:
         return {}
@@ -112,7 +118,7 @@ def homogeneous(kind: EngineKind, gpus_count: int, per_node: int) -> dict[Engine
 
 @dataclass(slots=True)
 class VirtualEngine:
-    """A simulated engine process around a simulated scheduler."""
+    """A simulated engine process, which runs its requests with a simulated scheduler."""
 
     id: EngineId
     kind: EngineKind
@@ -160,7 +166,8 @@ RETRY_S = 0.1
 
 class VirtualManaged:
     """A client of the engine at a URL, for redeployments and gateways. `find` returns the engine that was last started
-    at the URL, or None if no engine responds."""
+    at a URL, or None if no engine responds there.
+    """
 
     def __init__(self, url: str, find: Callable[[str], VirtualEngine | None]) -> None:
         self.url = url

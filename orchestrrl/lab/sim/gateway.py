@@ -78,8 +78,9 @@ Finished = Callable[[CountedRecord], None]
 
 class VirtualGateway:
     """A gateway that serves every request of the simulated fleet. `engine_at` returns the engine at a URL. `arrive`
-    delivers a request's tokens to an engine, or its KV from another engine, and submits the request. `finished` is
-    called for every completed answer."""
+    delivers a request's tokens to an engine, or the request's KV cache from another engine, and submits the request.
+    `finished` is called for every completed answer.
+    """
 
     def __init__(
         self,
@@ -105,8 +106,9 @@ class VirtualGateway:
         self._held: dict[RequestId, tuple[EngineId, float]] = {}  # destination, deadline
 
     def submit(self, requests: Sequence[SimRequest], to: Sequence[EngineId] | None = None) -> None:
-        """Accept new requests. Send the requests to the engines in `to`. If `to` is None, route each request by
-        itself."""
+        """Accept new requests, and send each request to the engine at the same index of `to`. If `to` is None, route
+        each request separately.
+        """
         now_s = self.clock.now_s()
         for index, request in enumerate(requests):
             record = record_of(request, now_s)
@@ -115,7 +117,7 @@ class VirtualGateway:
             self._send(record, None if to is None else self.fleet.get(to[index]), None)
 
     def progressed(self, engine: VirtualEngine, made: Sequence[SequenceProgress], now_s: float) -> None:
-        """Record the tokens that an engine has generated."""
+        """Record the tokens that an engine has generated, and close the requests that have finished."""
         if not made:
             return
         backend = self.fleet.get(engine.id)
@@ -131,7 +133,9 @@ class VirtualGateway:
                 self._close(record, backend, progress.finished_s)
 
     def engine_died(self, engine: VirtualEngine) -> None:
-        """Resume the requests of a dead engine on other engines. Their KV is recomputed from their tokens."""
+        """Resume the requests of a dead engine on other engines, which recompute the KV cache from the requests'
+        tokens.
+        """
         backend = self.fleet.get(engine.id)
         if backend is None:
             return
@@ -144,7 +148,7 @@ class VirtualGateway:
             self._send(record, None, None)
 
     def perform(self, operation: Operation) -> OperationResult:
-        """Carry out one of the daemon's operations. This takes no virtual time."""
+        """Carry out one of the daemon's operations and return its result. Operations take no virtual time."""
         now_s = self.clock.now_s()
         if now_s > operation.valid_until_s:
             return OperationResult(operation.id, self.node, OperationStatus.REFUSED, "the operation has expired")
@@ -192,7 +196,7 @@ class VirtualGateway:
         self._finished(record)
 
     def _move(self, move: RequestMove, now_s: float) -> OperationItemResult:
-        """Move a request to another engine, with the same checks as gateway/core.py and relay.py."""
+        """Move a request to another engine, with the same checks as gateway/core.py and gateway/relay.py."""
         record = self.records.get(move.request)
         source_slot, target = self.fleet.get(move.from_engine), self.fleet.get(move.to_engine)
 

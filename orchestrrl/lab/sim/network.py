@@ -1,5 +1,5 @@
-"""Model the NICs of simulated nodes. On each node, moved KV, new weights and the traffic of engines share the
-bandwidth.
+"""Model the NICs of simulated nodes. On each node, moved KV cache, new weights and the traffic of engines share the
+NICs' bandwidth.
 
 The model is fluid: every flow through a node's NICs gets its demand while the sum of demands fits, and is scaled down
 in proportion otherwise. A transfer needs two simulator events, however long it takes.
@@ -30,8 +30,9 @@ class _Flow:
 
 
 class NodeNetwork:
-    """The NICs of the simulated nodes. If `share` is false, flows do not slow each other down. The difference between
-    both settings is the cost of sharing. `changed` is called when loads change."""
+    """The NICs of the simulated nodes. If `share` is false, flows do not slow each other down. Runs with and without
+    `share` therefore differ by the cost of sharing. `changed` is called when loads change.
+    """
 
     def __init__(self, clock: Clock, nic_gbps: float, share: bool, changed: Callable[[], None]) -> None:
         self._clock = clock
@@ -44,7 +45,9 @@ class NodeNetwork:
         self._next: asyncio.Task[None] | None = None
 
     async def transfer(self, nodes: tuple[Node, ...], wish_gbps: float, gbytes: float, cargo: Cargo = "moves") -> None:
-        """Transfer the bytes through the NICs of `nodes`, and return after they have arrived."""
+        """Transfer `gbytes` gigabytes through the NICs of `nodes`, at `wish_gbps` or less, and return after they have
+        arrived.
+        """
         flow = _Flow(nodes, wish_gbps, gbytes * 8, asyncio.get_running_loop().create_future(), cargo)
         self._settle()
         self._flows.append(flow)
@@ -74,8 +77,9 @@ class NodeNetwork:
         return (wishes + self._engines_gbps.get(node, 0.0)) / self._nic_gbps
 
     def left_for_moves(self) -> LeftForMoves:
-        """Return the fraction of the bandwidth that moves get on the most loaded node, and the names of the other
-        traffic on that node."""
+        """Return the fraction of the bandwidth that moves get on the most loaded node, and the names of the other types
+        of traffic on that node.
+        """
         nodes = {node for flow in self._flows for node in flow.nodes} | set(self._engines_gbps)
         takers = [
             {

@@ -1,4 +1,4 @@
-"""Report the outcome of a scenario as a JSON object, table rows, and charts."""
+"""Report the outcome of a scenario as a JSON object, as table rows, and as charts."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -87,7 +87,7 @@ def _arm_json(outcome: ScenarioOutcome, run: ArmRun) -> dict[str, Any]:
 
 
 def rows(outcome: ScenarioOutcome) -> Iterator[dict[str, Any]]:
-    """Yield the fields of each arm, for the columns in COLUMNS."""
+    """Yield the fields of each arm, from which the columns in COLUMNS are computed."""
     for run in outcome.arms:
         yield {"arm": run.arm, **_arm_json(outcome, run)}
 
@@ -136,7 +136,7 @@ def plot(outcome: ScenarioOutcome, folder: Path) -> list[Path]:
 
 
 def _busy_figure(run: ArmRun, gpus: int) -> "Figure":
-    """Draw the load of each GPU (vertical) over time (horizontal); darker means more running sequences."""
+    """Draw the load of each GPU (vertical) over time (horizontal). Darker areas mean more running sequences."""
     spans = run.seeds[0].spans
     most = max((count for span in spans for _, count in span.running), default=1) or 1
     figure, [[axis]] = axes(width=8, height=min(12.0, 1.5 + 0.2 * gpus))

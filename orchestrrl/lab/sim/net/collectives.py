@@ -1,21 +1,21 @@
 """Model NCCL's collectives as flows on the network: along rings, with the protocol that NCCL would choose. The
 functions have no side effects.
 
-Groups are arrays of GPUs, indexed by [rank], or by [group, rank] if several groups call together. Bytes are the size of
-a call's buffer at one rank, as in NCCL's and torch.distributed's calls:
+Groups are arrays of GPUs, indexed by [rank], or by [group, rank] if several groups call together. `bytes` is the size
+of a call's buffer at one rank, as in NCCL's and torch.distributed's calls:
 
     all_reduce      the tensor                           bus bandwidth = bytes / s * 2 (n - 1) / n
     all_gather      the input of each rank               bus bandwidth = bytes / s * (n - 1)
     reduce_scatter  the output of each rank              bus bandwidth = bytes / s * (n - 1)
-    all_to_all      the input of each rank, 1/n per peer, itself included: bytes / s * (n - 1) / n
+    all_to_all      the input of each rank, 1/n per rank bus bandwidth = bytes / s * (n - 1) / n
 
-Bus bandwidth is defined as in nccl-tests (doc/PERFORMANCE.md there, which counts n times our size for all_gather and
-reduce_scatter): the load of the slowest link, independent of the number of ranks.
+Bus bandwidth is defined as in the documentation of nccl-tests (doc/PERFORMANCE.md, which counts n times our size for
+all_gather and reduce_scatter). It is the load of the slowest link, independent of the number of ranks.
 
 Latencies and bandwidths are those of NCCL's own tuning model (github.com/NVIDIA/nccl, v2.28, src/graph/tuning.cc):
-baseLatencies, hwLatencies of NVLink and of the network, the network's overhead per message, llMaxBws. NCCL's latency of
-a network step includes one switch. That part is subtracted here, because the simulator's routes add it. Trees, which
-NCCL uses for small all-reduces over many servers, are not modelled: gradients are large.
+baseLatencies, hwLatencies of NVLink and of the network, the network's overhead per message, and llMaxBws. NCCL's
+latency of a network step includes one switch. The switch's part is subtracted here, because the simulator's routes add
+it. Trees, which NCCL uses for small all-reduces over many servers, are not modelled, because gradients are large.
 
 Groups with the same placement share a pattern. A pattern contains the rank of each flow's source and destination, and
 the flow's fraction of the message. NCCL splits a message over channels, one for each NIC that the group has on a
@@ -38,8 +38,9 @@ Hop = tuple[tuple[int, int], ...]  # from a rank to the next, directly or throug
 
 @dataclass(frozen=True, slots=True)
 class RankShape:
-    """The placement of a group: for each rank, the index of its server relative to that of the first rank, and its NIC
-    in that server."""
+    """The placement of a group. For each rank, it contains the index of the rank's server relative to the first rank's
+    server, and the index of the rank's NIC in that server.
+    """
 
     server: tuple[int, ...]
     nic: tuple[int, ...]
@@ -61,11 +62,13 @@ class RankShape:
 
     @property
     def channels(self) -> int:
-        """The number of NCCL channels. Inside a server it is 1, because one channel uses the whole NVLink bandwidth."""
+        """The number of NCCL channels. It is 1 for a group inside one server, because one channel uses the whole NVLink
+        bandwidth.
+        """
         return 1 if self.servers == 1 else min(len({self.nic[r] for r in each}) for each in self.members().values())
 
     def leaders(self, ranks: list[int]) -> list[int]:
-        """Return the first rank at each NIC of a server, in the order of NICs."""
+        """Return the first rank at each NIC of a server, in the order of NICs. `ranks` are the ranks on that server."""
         first = {self.nic[rank]: rank for rank in reversed(ranks)}
         return [first[nic] for nic in sorted(first)]
 
@@ -85,8 +88,9 @@ class Pattern:
 
 
 def shaped(groups: Ints, servers: Servers) -> Iterator[tuple[RankShape, Ints]]:
-    """Yield each placement with its groups, an array indexed by [group, rank], in the order of the placements' first
-    groups."""
+    """Yield each placement that occurs in `groups`, with the groups that have this placement. Arrays of groups are
+    indexed by [group, rank]. Placements are yielded in the order of their first groups.
+    """
     server, nic = np.divmod(servers.nic_of(groups), servers.nics_per_server)
     rows = np.concatenate((server - server[:, :1], nic), axis=1)
     _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)
@@ -97,7 +101,7 @@ def shaped(groups: Ints, servers: Servers) -> Iterator[tuple[RankShape, Ints]]:
 
 @lru_cache(maxsize=512)
 def rings(shape: RankShape) -> tuple[tuple[Hop, ...], ...]:
-    """Return the hops of each channel's ring, from each rank to the next, in ring order."""
+    """Return the ring of each channel, as the hops from each rank to the next in ring order."""
     blocks = list(shape.members().values())
     found = []
     for channel in range(shape.channels):
@@ -119,7 +123,9 @@ def _across(order: list[int], following: list[int]) -> Hop:
 
 @lru_cache(maxsize=512)
 def ring(shape: RankShape) -> Pattern:
-    """Return the pattern of flows of one lap of the whole message around the ring, split over channels."""
+    """Return the pattern of one lap of a whole message around the ring. The message is split evenly over the
+    channels.
+    """
     channels, parts = rings(shape), dict[tuple[int, int], float]()
     for pair in (pair for hops in channels for hop in hops for pair in hop):
         parts[pair] = parts.get(pair, 0.0) + 1 / len(channels)
@@ -130,7 +136,9 @@ def ring(shape: RankShape) -> Pattern:
 @lru_cache(maxsize=64)
 def pairs(shape: RankShape) -> Pattern:
     """Return the pattern of flows from every rank to every other rank, each with part 1. A flow to another server uses
-    the NIC of the receiver's rail, through the sender server's GPU at that NIC if that GPU is in the group (PXN)."""
+    the receiver's rail. If the group has a GPU on this rail in the sender's server, the flow first goes to that GPU
+    (PXN).
+    """
     server, nic = np.unique(shape.server, return_inverse=True)[1], np.array(shape.nic)
     beside = np.full((server.max() + 1, nic.max() + 1), -1)
     beside[server[::-1], nic[::-1]] = np.arange(shape.ranks - 1, -1, -1)
@@ -155,8 +163,10 @@ class Protocol(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Latencies of a ring. `alone_s` is the latency of a network step in a group with one GPU per server, where no step
-    inside a server hides the network step. NCCL uses a tree's latency for this case."""
+    """The latencies of a ring in seconds: `base_s` for the call, `nvlink_s` for a step inside a server, and `net_s` for
+    a network step. `alone_s` replaces `net_s` in a group with one GPU per server, where no step inside a server hides
+    the network step. NCCL uses a tree's latency for this case.
+    """
 
     base_s: float
     nvlink_s: float
@@ -177,7 +187,9 @@ RING_PLATEAU = 1.4  # factor on the latency of an all-reduce over servers with S
 
 @dataclass(frozen=True, slots=True)
 class RingChoice:
-    """A ring with one protocol. `laps` is 2 for an all-reduce and 1 for a collective that circulates data once."""
+    """A ring with one protocol. `laps` is the number of times that the data circulates: 2 for an all-reduce, and 1 for
+    other collectives.
+    """
 
     shape: RankShape
     protocol: Protocol
@@ -216,7 +228,9 @@ def best(shape: RankShape, size: float, laps: int, servers: Servers) -> RingChoi
 
 
 def p2p_overhead_s(across: bool) -> float:
-    """Return the overhead in seconds of one group call of sends and receives; `across` is true between servers."""
+    """Return the overhead, in seconds, of one group call of sends and receives. `across` is true if messages are sent
+    between servers.
+    """
     latency = LATENCIES[Protocol.SIMPLE]
     return latency.base_s + (_host_s(latency.net_s, Protocol.SIMPLE) if across else latency.nvlink_s)
 
@@ -240,8 +254,10 @@ reduce_scatter = all_gather  # the same traffic in the opposite direction
 
 
 def _around(groups: Groups, whole_bytes: Callable[[int], float], laps: int, servers: Servers) -> MessageTransfer:
-    """Return a pipelined ring collective. `whole_bytes` maps a group's number of ranks to the bytes of the group's
-    message. Groups with different placements end together, with the latency of the slowest group."""
+    """Return the transfer of a pipelined ring collective. `whole_bytes` maps a group's number of ranks to the size of
+    the group's message in bytes. Groups with different placements are treated as one transfer, which has the latency of
+    the slowest group.
+    """
     flows, rounds, overhead_s = [], 0, 0.0
     for shape, alike in _several(groups, servers):
         size = whole_bytes(shape.ranks)
@@ -253,8 +269,9 @@ def _around(groups: Groups, whole_bytes: Callable[[int], float], laps: int, serv
 
 
 def all_to_all(groups: Groups, bytes: float, servers: Servers) -> MessageTransfer:
-    """Return the flows of an all-to-all. The first hop is over NVLink to the receiver's rail (PXN, NCCL's default since
-    2.12)."""
+    """Return the flows of an all-to-all. A message to another server first goes over NVLink to the receiver's rail
+    (PXN, NCCL's default since 2.12).
+    """
     found = list(_several(groups, servers))
     flows = [pairs(shape).over(alike, bytes / shape.ranks) for shape, alike in found]
     across = any(shape.servers > 1 for shape, _ in found)
@@ -262,7 +279,9 @@ def all_to_all(groups: Groups, bytes: float, servers: Servers) -> MessageTransfe
 
 
 def p2p(groups: Groups, bytes: float, servers: Servers) -> MessageTransfer:
-    """Return the flows of one message from each group's first rank to its second rank."""
+    """Return the flows of one message from each group's first rank to its second rank. Raises ValueError if the groups
+    do not have two ranks.
+    """
     each = np.atleast_2d(np.asarray(groups, np.int64))
     if each.shape[1] != 2:
         raise ValueError(f"p2p needs groups of 2 ranks, got groups of {each.shape[1]}")
@@ -273,9 +292,9 @@ def p2p(groups: Groups, bytes: float, servers: Servers) -> MessageTransfer:
 def m2n(
     senders: Sequence[int] | Ints, receivers: Sequence[int] | Ints, bytes: float | Floats, servers: Servers
 ) -> MessageTransfer:
-    """Return the flows of messages from each sender to each receiver, as attention sends tokens to experts on other
-    GPUs and back (AFD). `bytes` is the size per sender and receiver: one number, or an array indexed by [sender,
-    receiver]."""
+    """Return the flows of messages from each sender to each receiver, such as those from attention to experts on other
+    GPUs and back (AFD). `bytes` is the size of each message: one number, or an array indexed by [sender, receiver].
+    """
     src, dst = np.asarray(senders, np.int64), np.asarray(receivers, np.int64)
     size = np.broadcast_to(np.asarray(bytes, np.float64), (len(src), len(dst)))
     return _sent(GpuFlows(np.repeat(src, len(dst)), np.tile(dst, len(src)), size.ravel().copy()), servers)

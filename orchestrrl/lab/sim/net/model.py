@@ -142,9 +142,10 @@ class GpuFlows:
 
 @dataclass(frozen=True, slots=True, eq=False)  # == of arrays has no single truth value
 class FlowRoutes:
-    """The links of each flow in compressed rows: row f is entries `begin[f]` to `begin[f + 1]`. `share` is the fraction
-    of the flow's bytes that pass the link: less than 1 if the flow is spread over several paths, more than 1 if a path
-    crosses the link twice."""
+    """The links of each flow in compressed rows. Row f consists of the entries `begin[f]` to `begin[f + 1] - 1`.
+    `share` is the fraction of the flow's bytes that pass the link: less than 1 if the flow is spread over several
+    paths, more than 1 if a path crosses the link twice.
+    """
 
     begin: Ints  # [flow + 1]
     link: Ints  # [entry]
@@ -153,7 +154,9 @@ class FlowRoutes:
 
 
 class FlowRouter(Protocol):
-    """A function from flows to routes, without side effects: the same flows always take the same routes."""
+    """A function that returns the routes of flows. It has no side effects, and the same flows always take the same
+    routes.
+    """
 
     def __call__(self, src: Ints, dst: Ints) -> FlowRoutes:
         """Return the routes of flows between different GPUs. Raises ValueError if a flow has no path."""
@@ -178,7 +181,7 @@ class LinkNetwork:
             raise ValueError("capacity_bytes_per_s must be >= 0 for every link")
 
     def routes(self, flows: GpuFlows) -> FlowRoutes:
-        """Return the router's routes. A flow from a GPU to itself uses no link and has no latency."""
+        """Return the routes of the flows. A flow from a GPU to itself uses no link and has no latency."""
         moves = flows.src != flows.dst
         found = self.router(flows.src[moves], flows.dst[moves])
         length, latency_s = np.zeros(len(flows), np.int64), np.zeros(len(flows))

@@ -30,7 +30,9 @@ PER_PARTS = 24  # maximum groups per chart whose colours do not denote groups
 
 
 def time_line(run: RlRun, until_s: float) -> "Figure | None":
-    """Draw the activities of each part of the cluster over time. The time axis ends at `until_s`."""
+    """Draw the activities of each part of the cluster over time. The time axis ends at `until_s`, or earlier if the
+    time line is truncated.
+    """
     spans = sorted(run.spans, key=lambda span: (span.begin_s, span.lane, span.step))[:MOST_SPANS]
     if not spans:
         return None
@@ -68,14 +70,15 @@ def _lanes(spans: Sequence[TimelineSpan]) -> dict[str, list[TimelineSpan]]:
 
 
 def stage_s(run: RlRun, stage: str) -> float | None:
-    """Return the median duration of a stage in seconds. Return None if the stage did not run."""
+    """Return the median duration of a stage in seconds, or None if the stage did not run."""
     took = [span.end_s - span.begin_s for span in run.spans if span.stage == stage and span.lane != FAULTS]
     return median(took) if took else None
 
 
 def tier_gbps(run: RlRun) -> dict[tuple[str, str], float]:
-    """Return bandwidths by stage and tier: the number of bytes of one stage over all links of the tier, divided by the
-    stage's duration."""
+    """Return the mean bandwidth, in Gbps, of each stage on each tier, by (stage, tier). It is the amount of data that
+    the stage sends over all links of the tier, divided by the stage's duration.
+    """
     found = {}
     for stage, tiers in run.tier_bytes.items():
         seconds = stage_s(run, DURING.get(stage, stage))
@@ -86,12 +89,12 @@ def tier_gbps(run: RlRun) -> dict[tuple[str, str], float]:
 
 
 def by_stage(stage: str, tier: str) -> tuple[tuple[int, str], tuple[int, str]]:
-    """Return the key by which bandwidths are sorted: stage, then tier."""
+    """Return a sort key that orders bandwidths by stage and then by tier."""
     return rank(STAGES, stage), rank(TIERS, tier)
 
 
 def tiers(groups: Sequence[ArmGroup]) -> "Figure | None":
-    """Draw bandwidths as bars, with one row for each stage, tier and group."""
+    """Draw bandwidths as bars, with one bar for each stage, tier and group."""
     rates = [tier_gbps(group.first.run) for group in groups]
     bars: list[ChartBar] = []
     names: dict[float, str] = {}
@@ -114,7 +117,7 @@ def tiers(groups: Sequence[ArmGroup]) -> "Figure | None":
 
 
 def remaining(groups: Sequence[ArmGroup]) -> "Figure | None":
-    """Draw the requests in flight over a generation step."""
+    """Draw the number of requests without an answer over the time of a generation step."""
     lines = [ChartLine(group.title, group.first.run.remaining) for group in groups]
     if not any(line.points for line in lines):
         return None
@@ -122,7 +125,7 @@ def remaining(groups: Sequence[ArmGroup]) -> "Figure | None":
 
 
 def slack(groups: Sequence[ArmGroup]) -> "Figure | None":
-    """Draw the cumulative distribution of window lengths."""
+    """Draw the cumulative distribution of the lengths of slack windows."""
     lines = []
     for group in groups:
         lengths_ms = sorted(window.length_s * 1e3 for window in group.first.run.windows)
@@ -147,7 +150,7 @@ def _stairs(lines: Sequence[ChartLine], x_label: str, y_label: str) -> "Figure":
 
 
 def pareto(groups: Sequence[ArmGroup]) -> "Figure | None":
-    """Draw throughput against network cost, with the Pareto frontier ringed and connected by a line."""
+    """Draw throughput against network cost. The groups on the Pareto frontier are ringed and connected by a line."""
     priced = [group for group in groups if group.network_usd > 0]
     if not priced:
         return None
@@ -184,7 +187,9 @@ def pareto(groups: Sequence[ArmGroup]) -> "Figure | None":
 
 
 def parts(parts_s: Sequence[Mapping[str, float]], groups: Sequence[ArmGroup]) -> "Figure | None":
-    """Draw the seconds of each group as a stacked bar with one colour per part, and the sum at the end of the bar."""
+    """Draw one stacked bar for each group, with one colour per part, and the sum at the end of the bar. `parts_s`
+    contains the time, in seconds, of each part of each group.
+    """
     shown = list(dict.fromkeys(name for each in parts_s for name, seconds in each.items() if seconds > 0))
     if not shown:
         return None

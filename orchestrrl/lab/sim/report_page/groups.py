@@ -1,5 +1,6 @@
-"""Group results for a report: merge seeds, label scenarios that have equal names, and define the names for display. The
-functions have no side effects."""
+"""Group results for a report: merge seeds, label scenarios that have equal names, and define display names. The
+functions have no side effects.
+"""
 
 import json
 import re
@@ -20,9 +21,10 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)")
 
 def scenario_names(scenarios: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Return the display name of each scenario, by digest. Scenarios that differ only in seeds, arms and the selection
-    of fabrics get the same name, so that results of several runs are merged. Scenarios of one name are distinguished by
-    the values that differ, or by the beginning of their digests if these values are too long or equal. A name common to
-    all scenarios is omitted."""
+    of fabrics get the same display name, so that results of several runs are merged. Other scenarios with the same name
+    are distinguished by the values that differ, or by the beginning of their digests if these values are too long or
+    equal. A name common to all scenarios is omitted.
+    """
     documents = {digest_of(scenario): scenario for scenario in scenarios}
     distinct = {digest: _distinguishing(each, _clashing(documents.values())) for digest, each in documents.items()}
     by_name: dict[str, dict[str, Mapping[str, Any]]] = {}
@@ -85,7 +87,9 @@ def _distinguished(scenarios: Mapping[str, Mapping[str, Any]]) -> dict[str, str]
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield (path, value) of all leaves of a document."""
+    """Yield the path and the value of each leaf of a document, both as text. `path` is the path of the document itself.
+    A list of numbers or texts is one leaf.
+    """
     if isinstance(value, Mapping):
         for name, each in value.items():
             yield from _leaves(each, f"{path}.{name}".lstrip("."))
@@ -154,7 +158,7 @@ def rank(names: Mapping[str, str], name: str) -> tuple[int, str]:
 
 
 def number(value: float) -> str:
-    """Format a number with four digits and thousands separators."""
+    """Format a number with about four significant digits, and with thousands separators."""
     if value == 0 or not isfinite(value):
         return "0" if value == 0 else str(value)
     if abs(value) >= 1000:
@@ -167,7 +171,9 @@ _ALIKE = re.compile(r"^\d+ x (\S+)$")
 
 @dataclass(frozen=True, slots=True)
 class ArmGroup:
-    """The results of one arm, fabric and scenario. Charts show the first seed; numbers are medians over seeds."""
+    """The results of one arm on one fabric in one scenario. Charts show the first seed. Throughput and cost are medians
+    over seeds.
+    """
 
     scenario: str  # display name, unique in the report
     fabric: str
@@ -182,7 +188,9 @@ class ArmGroup:
 
     @property
     def family(self) -> str:
-        """The name of the scenario. Scenarios of one name, such as the points of a sweep, are compared."""
+        """The scenario's own name. Groups with the same name, such as the points of a sweep, are compared with each
+        other.
+        """
         return str(self.first.scenario.get("name") or "scenario")
 
     @property
@@ -199,7 +207,7 @@ class ArmGroup:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The minimum and the maximum over seeds of samples per second."""
+        """The minimum and the maximum throughput over the seeds, in samples per second."""
         rates = [result.samples_per_s for result in self.results]
         return min(rates), max(rates)
 
@@ -213,8 +221,9 @@ class ArmGroup:
 
     @property
     def gen_phases_s(self) -> dict[str, float]:
-        """The seconds of generation by fleet. A uniform fleet is named by its configuration, without the number of
-        engines."""
+        """The time, in seconds, of each fleet in the last generation step of the first seed. A uniform fleet is named
+        by its configuration, without the number of engines.
+        """
         found: dict[str, float] = {}
         for name, seconds in self.first.gen_phases_s.items():
             kind = _ALIKE.sub(r"\1", name)
@@ -228,8 +237,9 @@ class ArmGroup:
         return median(shares) if shares else None
 
     def mean_step_s(self) -> dict[str, float]:
-        """Return the seconds of a step by activity: the mean over the steps after the warm-up, then the median over
-        seeds."""
+        """Return the time, in seconds, that each activity takes in a step. It is the median over seeds of the mean over
+        the steps after the warm-up.
+        """
         loop = self.first.scenario.get("loop")
         warmup_steps = int(loop.get("warmup_steps", 0)) if isinstance(loop, Mapping) else 0
         measured = [result.run.steps[warmup_steps:] for result in self.results]
@@ -241,8 +251,10 @@ class ArmGroup:
 
 
 def groups_of(results: Sequence[ClusterResult]) -> tuple[ArmGroup, ...]:
-    """Return the groups, ordered by scenario name with numbers by value, then fabrics and arms as they first appear.
-    Seeds ascend. If a seed occurs more than once, its first run is used."""
+    """Group results by scenario, fabric and arm. Groups are ordered by scenario name, with numbers compared by value,
+    and within a scenario in the order in which they first appear. The results of a group are ordered by seed. If a seed
+    occurs more than once, its first result is used.
+    """
     names = scenario_names([result.scenario for result in results])
     found: dict[tuple[str, str, str], dict[int, ClusterResult]] = {}
     for result in results:
@@ -257,8 +269,10 @@ def groups_of(results: Sequence[ClusterResult]) -> tuple[ArmGroup, ...]:
 
 
 def frontier(groups: Sequence[ArmGroup]) -> tuple[bool, ...]:
-    """Return whether each group is on the Pareto frontier: no other group has at least this throughput for at most this
-    cost and is better in throughput or cost. Groups without a price are never on the frontier."""
+    """Return whether each group is on the Pareto frontier. A group is on the frontier if no other group is at least as
+    good in both throughput and network cost, and better in one of them. Groups without a price are never on the
+    frontier.
+    """
     priced = [group for group in groups if group.network_usd > 0]
     best = iter(pareto([(group.network_usd, group.samples_per_s) for group in priced]))
     return tuple(group.network_usd > 0 and next(best) for group in groups)

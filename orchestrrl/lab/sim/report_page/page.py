@@ -43,7 +43,7 @@ QUANTILES = (0.1, 0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class PercentShare:
-    """A fraction that is displayed in per cent."""
+    """A fraction that is displayed as a percentage."""
 
     value: float
 
@@ -53,8 +53,9 @@ Row = Mapping[str, Cell]  # by column; the column of row names has the empty nam
 
 
 def table(rows: Sequence[Row], best: Sequence[bool] = ()) -> str:
-    """Return an HTML table. Rows for which `best` is true are marked. Empty columns are omitted; the first column names
-    the rows."""
+    """Return an HTML table. The first column names the rows. Rows for which `best` is true are marked. Empty columns
+    are omitted.
+    """
     if not rows:
         return ""
     columns = [name for name in rows[0] if not name or any(row[name] is not None for row in rows)]
@@ -83,8 +84,9 @@ def _cell(value: Cell) -> str:
 
 
 def summary(groups: Sequence[ArmGroup]) -> str:
-    """Return the table of throughput and network cost. Throughput is also shown relative to the first group of the same
-    scenario name."""
+    """Return the table of throughput and network cost. Throughput is also shown relative to the first group with the
+    same scenario name.
+    """
     first: dict[str, float] = {}
     sizes = Counter(group.family for group in groups)
     rows: list[Row] = []
@@ -132,8 +134,9 @@ def stages(groups: Sequence[ArmGroup]) -> str:
 
 
 def steps(groups: Sequence[ArmGroup]) -> str:
-    """Return the table of the seconds that each activity takes in a step, as the mean over steps. Columns with only
-    zeros are omitted."""
+    """Return the table of the mean time, in seconds, that each activity takes in a step. Activities that take no time
+    in any group are omitted.
+    """
     means = [group.mean_step_s() for group in groups]
     names = sorted(
         {name for each in means for name, seconds in each.items() if seconds > 0},
@@ -147,7 +150,7 @@ def steps(groups: Sequence[ArmGroup]) -> str:
 
 
 def tier_rates(groups: Sequence[ArmGroup]) -> str:
-    """Return the table of the number of bytes and the bandwidth by stage and tier."""
+    """Return the table of the amount of data and the bandwidth for each stage and tier."""
     return table(
         [
             {
@@ -164,8 +167,9 @@ def tier_rates(groups: Sequence[ArmGroup]) -> str:
 
 
 def slack(groups: Sequence[ArmGroup]) -> str:
-    """Return the table of windows in an optimiser step, in milliseconds. The stored windows are a sample of all
-    windows."""
+    """Return the table of the slack windows of an optimiser step, with their number and the quantiles of their lengths
+    in milliseconds. The stored windows are a sample of all windows.
+    """
     rows: list[Row] = []
     for group in groups:
         if lengths_ms := [window.length_s * 1e3 for window in group.first.run.windows]:
@@ -175,7 +179,9 @@ def slack(groups: Sequence[ArmGroup]) -> str:
 
 
 def staleness(groups: Sequence[ArmGroup]) -> str:
-    """Return the table of the fractions of samples with each lag in versions."""
+    """Return the table of staleness. It shows the fraction of samples for each lag, which is the number of versions
+    that the samples are behind when they are trained on.
+    """
     lags = sorted({lag for group in groups for lag in group.first.run.staleness})
     rows: list[Row] = []
     for group in groups:
@@ -187,7 +193,7 @@ def staleness(groups: Sequence[ArmGroup]) -> str:
 
 
 def cost(groups: Sequence[ArmGroup]) -> str:
-    """Return the table of costs, with rows on the Pareto frontier marked."""
+    """Return the table of costs, in which the rows on the Pareto frontier are marked."""
     names = sorted({name for group in groups for name in group.first.bill.parts_usd})
     priced = [group for group in groups if group.network_usd]
     best = frontier(priced)
@@ -226,8 +232,9 @@ PARTS: tuple[tuple[str, str, Callable[[ArmGroup], Mapping[str, float]]], ...] = 
 
 
 def write(results: Iterable[ClusterResult], path: Path, *, command: str = "") -> None:
-    """Write the page to `path`. `command` is the command line that reproduces it. Raises ProblemFaults if there are no
-    results, or the file cannot be written."""
+    """Write the page to `path`. `command` is the command line that reproduces the page. Raises ProblemFaults if there
+    are no results, or if the file cannot be written.
+    """
     text = page(list(results), command=command)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -237,7 +244,9 @@ def write(results: Iterable[ClusterResult], path: Path, *, command: str = "") ->
 
 
 def page(results: Sequence[ClusterResult], *, command: str = "") -> str:
-    """Return the page as HTML. Raises ProblemFaults if there are no results."""
+    """Return the page as HTML. `command` is the command line that reproduces the page. Raises ProblemFaults if there
+    are no results.
+    """
     if not results:
         raise ProblemFaults(["results: must not be empty"])
     groups = groups_of(results)
@@ -303,7 +312,9 @@ def _stages(groups: Sequence[ArmGroup]) -> str:
 
 
 def _pictures(title: str, groups: Sequence[ArmGroup], draw: "Callable[[Sequence[ArmGroup]], Figure | None]") -> str:
-    """Return charts for the scenarios of each name. A chart contains at most as many groups as are distinguishable."""
+    """Return charts for the groups of each scenario name. A chart contains at most as many groups as can be
+    distinguished.
+    """
     return "".join(_figure(title, draw(some)) for some in _cut(groups))
 
 
@@ -327,7 +338,7 @@ def _arms(groups: Sequence[ArmGroup]) -> str:
 
 
 def _notes(groups: Sequence[ArmGroup]) -> str:
-    """Return each distinct note once, with the groups that have the note."""
+    """Return the notes of all runs, each distinct note once, with the groups that have the note."""
     having: dict[str, list[str]] = {}
     for group in groups:
         for note in group.first.run.notes:

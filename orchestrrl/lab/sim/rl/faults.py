@@ -30,9 +30,10 @@ Numbers = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)
 
 
 class ClusterFaultSection(ScenarioSection):
-    """A failure at a time of the run. `of` contains the numbers of NICs, ToRs, PoDs or servers, or of engines in the
-    order of their GPUs. A failed link or port is given as a fraction of one ToR's uplinks. A failed switch is given as
-    a fraction of the uplinks of all ToRs, or PoDs, that it connects."""
+    """A failure of components at one time of the run. `of` contains the numbers of NICs, ToRs, PoDs or servers, or of
+    engines in the order of their GPUs. A failed link or port is given as a fraction of one ToR's uplinks. A failed
+    switch is given as a fraction of the uplinks of all ToRs, or of all PoDs, that it connects.
+    """
 
     at_s: NotNegative
     fail: FaultyPart
@@ -62,8 +63,9 @@ class ClusterFaultSchedule:
         return tuple(fault for fault in self.faults if fault.fail in parts and fault.holds(now_s))
 
     def network(self, now_s: float) -> SimulatedFailures:
-        """Return the fabric's failures at a time. Failed servers are not included, because they are replaced or
-        unused."""
+        """Return the fabric's failures at the time `now_s`. Failed servers are not included, because they are replaced
+        or unused.
+        """
         nics = {nic for fault in self.holding(now_s, FaultyPart.NIC) for nic in fault.of}
         return SimulatedFailures(
             nics=frozenset(nics),
@@ -77,8 +79,9 @@ class ClusterFaultSchedule:
         return tuple(sorted(times))
 
     def pieces(self, begin_s: float) -> Iterator[tuple[float, float]]:
-        """Yield the intervals (from, until) between changes of the failures, from `begin_s` on; the last interval has
-        no end."""
+        """Yield the intervals (from, until) in which the failures do not change, from `begin_s` on. The last interval
+        ends at infinity.
+        """
         return pairwise([begin_s, *(change_s for change_s in self.changes_s() if change_s > begin_s), math.inf])
 
 
@@ -96,9 +99,10 @@ class NeverEnds(ValueError):
 
 
 def stretched_s(schedule: ClusterFaultSchedule, begin_s: float, seconds: Callable[[float], float]) -> float:
-    """Return the duration of work that begins at `begin_s`. `seconds(now_s)` is the duration of the whole work under
-    the faults at that time; inf if it makes no progress. Completed work is kept. Raises NeverEnds if permanent faults
-    prevent progress."""
+    """Return the duration, in seconds, of work that begins at `begin_s` and is slowed down by faults. `seconds(now_s)`
+    is the duration of the whole work under the faults at the time `now_s`, or inf if these faults prevent progress.
+    Completed work is kept. Raises NeverEnds if permanent faults prevent progress.
+    """
     left = 1.0
     for from_s, until_s in schedule.pieces(begin_s):
         whole_s = seconds(from_s)
@@ -114,8 +118,9 @@ def stretched_s(schedule: ClusterFaultSchedule, begin_s: float, seconds: Callabl
 def with_lost_work_s(
     schedule: ClusterFaultSchedule, begin_s: float, seconds: Callable[[float], float], servers: range, recovery_s: float
 ) -> float:
-    """Return the duration of an iteration like `stretched_s`. If one of `servers` fails, the iteration restarts. A
-    replacement server begins the iteration again `recovery_s` later."""
+    """Return the duration of an iteration as `stretched_s` does, including the work that is lost when a server fails.
+    If one of `servers` fails, a replacement server begins the iteration again `recovery_s` seconds later.
+    """
     start_s = begin_s
     lost = sorted(
         fault.at_s

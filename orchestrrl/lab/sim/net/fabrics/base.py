@@ -1,4 +1,4 @@
-"""The interface of a simulated fabric: its network in a communication period, its components, its failures."""
+"""The interface of a simulated fabric: its network in a communication period, its components and its failures."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
@@ -25,9 +25,10 @@ class FabricStage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """A communication period, in which the traffic pattern is stable (section 5.2 of the OrchestrRL paper): forward and
-    backward passes, gradients, generation between two deployments, or a weight broadcast. Each id has exactly one
-    demand."""
+    """A communication period, in which the traffic pattern is stable (section 5.2 of the OrchestrRL paper). Examples
+    are forward and backward passes, the exchange of gradients, generation between two redeployments, and a weight
+    broadcast. Each `id` belongs to exactly one demand.
+    """
 
     id: str
     stage: FabricStage = field(compare=False)
@@ -135,7 +136,9 @@ class SimulatedFabric(ABC):
     def inventory(self) -> Inventory: ...
 
     def without(self: Built, failed: SimulatedFailures) -> Built:
-        """Return the fabric with additional failures. If a bundle of links fails twice, the larger fraction is lost."""
+        """Return the fabric with additional failures. If a bundle of links fails twice, the larger of the two fractions
+        is lost.
+        """
         one, other = self.failed, failed
         both = SimulatedFailures(
             one.nics | other.nics,

@@ -9,12 +9,12 @@ ToR-Agg-Core network in table 1 of the OrchestrRL paper. All NICs of a server ar
 down to NICs. A PoD has 32 servers, like a scalable unit of NVIDIA's DGX SuperPOD. This number affects only latency.
 `servers_per_tor` limits the number of servers below a ToR. If it is None, only the ToR's ports limit this number.
 
-`oversubscribed`: a ToR has `ratio` times as many ports downwards as upwards; the tiers above it are non-blocking. 3:1
-is FT-OS in section 7.2 of the OrchestrRL paper. The paper does not name the oversubscribed tier. This model
-oversubscribes the ToRs' uplinks, because this saves most.
+`oversubscribed` builds a tree whose ToRs have `ratio` times as many ports downwards as upwards. The tiers above the
+ToRs are non-blocking. A ratio of 3:1 is FT-OS in section 7.2 of the OrchestrRL paper. The paper does not name the
+oversubscribed tier. This model oversubscribes the ToRs' uplinks, because this saves the most components.
 
-`rail_optimized`: GPUs at the same index of the servers of a PoD share a ToR, with a fat tree above. A message for a GPU
-at another index first goes over NVLink to the GPU at that index (NCCL's PXN).
+`rail_optimized` builds a fat tree in which GPUs at the same index of the servers of a PoD share a ToR. A message for a
+GPU at another index first goes over NVLink to the GPU at that index in the sender's server (NCCL's PXN).
 """
 
 from collections.abc import Iterator
@@ -96,8 +96,9 @@ def lay_tree(
     pod_down = wiring.lay(LinkTier.CORE, of_pod, core, pods)
 
     def between(rows: LinkRows, legs: Legs, some: Ints) -> Floats:
-        """Add the links between ToRs to `rows`. Return each leg's latency in seconds, without that of the NICs'
-        links."""
+        """Add the links between the ToRs of the legs `some` to `rows`. Return the latency of each of these legs in
+        seconds, without the latency of the NICs' links.
+        """
         one, other = tree.tor_of[legs.src_nic[some]], tree.tor_of[legs.dst_nic[some]]
         here, there = tree.pod_of[one], tree.pod_of[other]
         apart, far = one != other, here != there
@@ -120,7 +121,9 @@ class Clos(SimulatedFabric):
 
     @property
     def pods(self) -> Pods:
-        """The PoDs of the tree. Traffic between PoDs is not slower, since the core is as wide as the ToRs' uplinks."""
+        """The PoDs of the tree. Bandwidth between PoDs is not lower than inside a PoD, because the core is as wide as
+        the ToRs' uplinks.
+        """
         first = self.tree.tor_of[:: self.servers.nics_per_server]
         return Pods(self.tree.pod_of[first], apart=False)
 
@@ -156,8 +159,9 @@ def fat_tree(
 def blocked_tree(
     servers: Servers, radix: int, servers_per_pod: int, servers_per_tor: int | None, ratio: float = 1.0
 ) -> ClosCabling:
-    """Return a tree with blocks of servers below ToRs; `ratio` is a ToR's number of ports down divided by its number of
-    ports up. Raises ImpossibleSite if the switches have too few ports for the servers."""
+    """Return the cabling of a tree in which each ToR connects a block of servers. `ratio` is a ToR's number of ports
+    down divided by its number of ports up. Raises ImpossibleSite if the switches have too few ports for the servers.
+    """
     down = int(radix * ratio / (1 + ratio) + 1e-9)
     refuse(*_too_many(servers, radix, down, servers_per_tor))
     return _cabled(servers, servers_per_tor or down // servers.nics_per_server, servers_per_pod, 1, ratio)
@@ -201,7 +205,9 @@ def rail_optimized(
 def _cabled(
     servers: Servers, servers_per_tor: int, servers_per_pod: int, rails: int, ratio: float = 1.0
 ) -> ClosCabling:
-    """Return the cabling with one ToR per PoD, block of servers and rail."""
+    """Return the cabling of a tree with one ToR for each rail of each block of servers. The servers of a block are in
+    one PoD.
+    """
     server, place = np.divmod(np.arange(servers.nics), servers.nics_per_server)
     blocks = -(-servers_per_pod // servers_per_tor)
     block = server // servers_per_pod * blocks + server % servers_per_pod * blocks // servers_per_pod

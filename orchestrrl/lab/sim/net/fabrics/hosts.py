@@ -1,7 +1,7 @@
 """Build the links and routes of a network, and the part inside servers that all fabrics share. The functions have no
 side effects.
 
-NVLink is a switch inside a server, with full bandwidth for each GPU in both directions. NVLink's latency is
+NVLink is modelled as a switch inside a server, with full bandwidth for each GPU in both directions. NVLink's latency is
 unpublished, but lower than a NIC's. The propagation time of one link is used instead.
 """
 
@@ -36,8 +36,9 @@ class Wiring:
         return first
 
     def network(self, servers: Servers, router: FlowRouter, name: str) -> LinkNetwork:
-        """Return the network, with routes from `router`. The network's router raises ValueError for a route over a link
-        without capacity."""
+        """Return the network of the collected links, with routes from `router`. The network's router raises ValueError
+        for a route over a link without capacity.
+        """
         capacity = np.concatenate(self._capacity)
 
         def passable(src: Ints, dst: Ints) -> FlowRoutes:
@@ -53,20 +54,24 @@ class Wiring:
 
 @dataclass(slots=True)
 class LinkRows:
-    """Collects the links of flows in path order. A flow may have several parallel legs, each with a share."""
+    """Collects the links of flows in path order. A flow may have several parallel legs, each with a share of the flow's
+    bytes.
+    """
 
     flow: Ints  # [leg], ascending
     share: Floats  # [leg]
     _parts: list[tuple[Ints, Ints, Floats]] = field(default_factory=list)
 
     def add(self, leg: Ints, link: Ints, share: Floats | None = None) -> None:
-        """Add one link to each leg in `leg`, whose indices ascend. `share` is the fraction of the leg's traffic that
-        uses the link."""
+        """Add to each leg in `leg`, an ascending array, the link at the same index of `link`. `share` is the fraction
+        of the leg's traffic that uses the link. If it is None, all of the leg's traffic does.
+        """
         self._parts.append((leg, link, self.share[leg] if share is None else self.share[leg] * share))
 
     def routes(self, latency_s: Floats) -> FlowRoutes:
-        """Return the routes. `latency_s` is the latency of each leg; the latency of a flow is that of its slowest
-        leg."""
+        """Return the routes of the flows. `latency_s` is the latency of each leg. The latency of a flow is that of its
+        slowest leg.
+        """
         legs = len(self.flow)
         leg, link, share = (np.concatenate(each) for each in zip(*self._parts, strict=True))
         order = np.argsort(leg, kind="stable")
@@ -80,7 +85,7 @@ class LinkRows:
 
 
 def _merged(begin: Ints, link: Ints, share: Floats, latency_s: Floats) -> FlowRoutes:
-    """Return the routes with each link at most once per row; the shares of repeated links are added up."""
+    """Return the routes with each link at most once per flow. The shares of repeated links are added up."""
     flow = np.repeat(np.arange(len(begin) - 1), np.diff(begin))
     width = int(link.max(initial=0)) + 1
     codes, place = np.unique(flow * width + link, return_inverse=True)
@@ -94,8 +99,9 @@ def _merged(begin: Ints, link: Ints, share: Floats, latency_s: Floats) -> FlowRo
 
 
 def expand(begin: Ints, rows: Ints) -> tuple[Ints, Ints]:
-    """Return two arrays with one item per table entry of `rows` (`begin` as in FlowRoutes): the index into `rows`, and
-    the entry's index."""
+    """Return two arrays with one item for each entry of the compressed rows `rows`: the index into `rows`, and the
+    index of the entry. `begin` has the same meaning as in FlowRoutes.
+    """
     counts = (begin[1:] - begin[:-1])[rows]
     owner = np.repeat(np.arange(len(rows)), counts)
     within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -118,8 +124,9 @@ class Legs:
         return len(self.flow)
 
     def spread(self, counts: Ints) -> tuple["Legs", Ints]:
-        """Split each leg into `counts` equal legs. Return the new legs, and the index of the original leg of each new
-        leg."""
+        """Split each leg into the number of equal legs given in `counts`. Return the new legs, and the index of the
+        original leg of each new leg.
+        """
         was = np.repeat(np.arange(len(self)), counts)
         found = Legs(*(getattr(self, each.name)[was] for each in fields(self)))
         return replace(found, share=found.share / counts[was]), was
@@ -133,8 +140,9 @@ Between = Callable[[LinkRows, Legs, Ints], Floats]
 @dataclass(frozen=True, eq=False)
 class HostNetwork:
     """The part of a network inside servers: NVLink and NICs. With `rails`, a message for a GPU on another rail first
-    goes over NVLink to the GPU of that rail in the sender's server (NCCL's PXN). `place` is the index in the server of
-    the NIC that each GPU of a server uses; None means the nearest NIC."""
+    goes over NVLink to the GPU of that rail in the sender's server (NCCL's PXN). `place` contains, for each GPU of a
+    server, the index of the NIC that the GPU uses. If `place` is None, each GPU uses its nearest NIC.
+    """
 
     servers: Servers
     failed: SimulatedFailures
@@ -157,8 +165,9 @@ class HostNetwork:
 
     @cached_property
     def _stand_ins(self) -> tuple[Ints, Ints]:
-        """The NICs that carry each NIC's traffic, in compressed rows: the NIC itself, or, if the NIC has failed, all
-        working NICs of its server. The last row is that of NO_NIC."""
+        """The NICs that carry each NIC's traffic, in compressed rows. A working NIC carries its own traffic. The
+        traffic of a failed NIC is carried by all working NICs of its server. The last row is for NO_NIC.
+        """
         own = self.servers.nics_per_server
         usable = sorted(set(self.place)) if self.place else list(range(own))
         rows: list[list[int]] = []
@@ -170,8 +179,9 @@ class HostNetwork:
         return begin, np.array([nic for row in rows for nic in row], np.int64)
 
     def lay(self, wiring: Wiring, ports: Ints) -> int:
-        """Add NVLink, and each NIC's links to and from the node `ports[nic]`. Return the number of the link from NIC 0
-        up to its port."""
+        """Add the NVLink links, and each NIC's links to and from the node `ports[nic]`. Return the number of the link
+        from NIC 0 to its port.
+        """
         nics = np.arange(self.servers.nics)
         self.lay_nvlink(wiring)
         capacity = np.where(self.nic_works, self.servers.nic_bytes_per_s, 0.0)
@@ -191,7 +201,7 @@ class HostNetwork:
         return gpus // self.servers.gpus_per_server
 
     def check(self, src: Ints, dst: Ints) -> None:
-        """Raise ValueError if a flow's GPU does not exist, or if its source and destination are the same GPU."""
+        """Raise ValueError if the source or destination GPU of a flow does not exist, or if both are the same GPU."""
         if np.any(src == dst):
             raise ValueError(f"source and destination of a flow must differ, got GPU {src[src == dst][0]} for both")
         for gpus in (src, dst):
@@ -199,8 +209,9 @@ class HostNetwork:
                 raise ValueError(f"GPUs must be in 0..{self.servers.gpus - 1}, got {gpus.min()}..{gpus.max()}")
 
     def legs(self, src: Ints, dst: Ints, direct: Bools | None = None) -> Legs:
-        """Return the legs of flows. Flows for which `direct` is true use circuits between servers; their legs have no
-        NICs."""
+        """Return the legs of flows between the GPUs `src` and `dst`. Flows for which `direct` is true use circuits
+        between servers. Their legs have no NICs.
+        """
         self.check(src, dst)
         servers, flow = self.servers, np.arange(len(src))
         inside = self.server_of(src) == self.server_of(dst)
@@ -229,8 +240,9 @@ class HostNetwork:
         return np.asarray(server * self.servers.nics_per_server + np.array(self.place)[place])
 
     def _spread(self, legs: Legs, nics: Ints) -> tuple[Legs, Ints]:
-        """Split legs over the NICs that replace failed `nics`. Return the legs and their NICs. Raises ValueError if no
-        NIC of the server works."""
+        """Replace failed NICs: split each leg whose NIC in `nics` has failed into one leg for each working NIC of the
+        same server. Return the new legs and the NIC of each new leg. Raises ValueError if no NIC of the server works.
+        """
         begin, stand_ins = self._stand_ins
         counts = np.diff(begin)[nics]
         if not counts.all():
@@ -238,8 +250,10 @@ class HostNetwork:
         return legs.spread(counts)[0], stand_ins[expand(begin, nics)[1]]
 
     def routes(self, legs: Legs, first_up: int, between: Between, direct: Between | None = None) -> FlowRoutes:
-        """Return the routes of legs. `between` adds the path from a NIC's link up to a NIC's link down, and returns the
-        latency of the path without those two links. `direct` adds the path between servers for legs without NICs."""
+        """Return the routes of the legs' flows. `first_up` is the number that `lay` returned. `between` adds the path
+        from a NIC's link up to a NIC's link down, and returns the latency of the path without those two links. `direct`
+        adds the path between servers for legs without NICs.
+        """
         rows = LinkRows(legs.flow, legs.share)
         inside, outside = np.flatnonzero(legs.src_nic == NO_NIC), np.flatnonzero(legs.src_nic != NO_NIC)
         latency_s = np.zeros(len(legs))
@@ -260,8 +274,10 @@ class HostNetwork:
         return np.asarray(server * self.servers.gpus_per_server + place * per_nic)
 
     def _relayed(self, rows: LinkRows, legs: Ints, gpus: Ints, nics: Ints, out: bool) -> Floats:
-        """Add NVLink hops between a GPU and the first GPU at the NIC that it uses, for legs that use another GPU's NIC.
-        Return the latency of the added hops."""
+        """Add an NVLink hop for each of `legs` whose GPU uses a NIC of another GPU. The hop leads from the leg's GPU to
+        the first GPU at that NIC if `out` is true, and in the opposite direction otherwise. Return the latency that the
+        hop adds to each leg, in seconds.
+        """
         legs = legs[self.servers.nic_of(gpus[legs]) != nics[legs]]
         one, other = (gpus, self._beside(nics)) if out else (self._beside(nics), gpus)
         rows.add(legs, one[legs])
@@ -285,8 +301,9 @@ def left(lost: Shares, count: int) -> Floats:
 
 
 def sums_between(one: Ints, other: Ints, size: Floats, count: int) -> Floats:
-    """Return the summed sizes of flows from `one` to `other`, as a matrix indexed by [from, to] with a zero
-    diagonal."""
+    """Return the total size of the flows between any two of `count` nodes, as a matrix indexed by [from, to] with a
+    zero diagonal. `one` and `other` are the source and the destination of each flow, and `size` is its size.
+    """
     sums = np.bincount(one * count + other, size, minlength=count**2).astype(np.float64).reshape(count, count)
     np.fill_diagonal(sums, 0.0)
     return sums

@@ -2,15 +2,16 @@
 servers, which is reconfigured for each period. The other NICs are on a non-blocking fat tree of packet switches.
 
 Circuits follow the demand inside a region: circuits are assigned one at a time, each to the pair of servers whose
-traffic would currently take longest. Traffic between two servers with a circuit uses it, over NVLink from any GPU; all
-other traffic uses the tree. As for RFabric, only the optical switch's own delay counts, not the seconds that MixNet's
-authors measured until NICs came up again.
+traffic would currently take longest. Traffic between two servers that share a circuit uses the circuit, and reaches it
+over NVLink from any GPU. All other traffic uses the tree. As for RFabric, a reconfiguration takes only the optical
+switch's own delay. It does not include the seconds that MixNet's authors measured until NICs were usable again.
 
-The OrchestrRL paper does not state the size of a region. MixNet's authors choose one that contains one group of
-experts: in their simulator (mixnet-htsim, datacenter/mixnet.cpp) EP degree times TP degree GPUs, per job. A job of
-several stages, some of them dense, has no such size. Regions in this model are as large as the PoDs of the trees. Such
-a region contains all groups of the paper's appendix C (16 GPUs) and of engines (40), and takes a third of the ports of
-the optical switch in section 7.2. Larger regions would keep more of the gradients' traffic on circuits.
+The OrchestrRL paper does not state the size of a region. MixNet's authors choose a region that contains one group of
+experts. In their simulator (mixnet-htsim, datacenter/mixnet.cpp), a region's number of GPUs is the EP degree times the
+TP degree of a job. A job of several stages, some of them dense, has no such size. Regions in this model are as large as
+the PoDs of the trees. Such a region is large enough for each group of the paper's appendix C (16 GPUs) and for each
+engine (40 GPUs), and takes a third of the ports of the optical switch in section 7.2. Larger regions would keep more of
+the gradients' traffic on circuits.
 """
 
 from dataclasses import dataclass, field, replace
@@ -43,7 +44,8 @@ def mixnet(
     servers_per_tor: Count | None = None,
 ) -> "MixNet":
     """Build a MixNet with `eps_nics` NICs of each server on the tree, and the server's other NICs at the OCS of its
-    region."""
+    region. Raises ImpossibleSite if a server has too few NICs, or a switch has too few ports.
+    """
     if eps_nics >= servers.nics_per_server:
         refuse(ShapeFault("eps_nics", f"must be < {servers.nics_per_server}, the NICs of a server", eps_nics))
     optical = servers.nics_per_server - eps_nics
@@ -84,8 +86,9 @@ class MixNet(SimulatedFabric):
         )
 
     def circuits(self, period: Period | None) -> Ints:
-        """Return the number of circuits between any two servers, as an array indexed by [server, server]. Outside any
-        period (None), circuits are spread evenly over all pairs of servers of a region."""
+        """Return the number of circuits between any two servers, as an array indexed by [server, server]. If `period`
+        is None, circuits are spread evenly over all pairs of servers of a region.
+        """
         return np.frombuffer(self.circuits_of(period), np.int64).reshape(self.servers.count, -1)
 
     def _circuits_for(self, period: Period | None) -> bytes:

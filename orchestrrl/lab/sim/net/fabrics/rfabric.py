@@ -1,11 +1,11 @@
 """Model RFabric (section 5 of the OrchestrRL paper): rail-aligned ToRs that switch packets, with optical switches above
 the ToRs.
 
-Circuits are those that the fabric's own planner materialises for a period's demand (planner/fabric/materialize.py),
-with ports, lanes and the slice for responses as on a real site. Packets use the circuits between their two ToRs. If no
-circuit connects these ToRs, packets cross the fewest other ToRs, or change rails (`Rails`). A period's circuits are
-planned starting from the circuits at rest, which connect all ToRs of a rail evenly. In PoDs with fewer than three
-servers, ToRs have too few fibres to connect all ToRs to each other.
+Circuits are those that the fabric's own planner materialises for a period's demand (planner/fabric/materialize.py). As
+on a real site, the planner is bound to ports and lanes, and reserves a slice for responses. Packets use the circuits
+between their two ToRs. If no circuit connects these ToRs, packets cross the fewest other ToRs, or change rails
+(`Rails`). A period's circuits are planned starting from the circuits at rest, which connect all ToRs of a rail evenly.
+In PoDs with fewer than three servers, ToRs have too few fibres to connect all ToRs to each other.
 """
 
 from dataclasses import dataclass, field
@@ -82,11 +82,14 @@ def rfabric(
 ) -> "RFabric":
     """Build an RFabric. The first `train_servers` servers are in Train PoDs, spread evenly over the fewest PoDs that
     have room. The other servers fill Gen PoDs one after another, so that only the last PoD may have free slots. Each
-    stage changes the PoDs that its template names. If `train_servers` is None, PoDs have no roles, and a period changes
-    the PoDs in which it has traffic. A full ToR has as many uplinks as NICs. The number of a PoD's lanes to the core is
-    half the number of its NICs. With the `allocation` `traffic`, circuits are allocated by the traffic of each period.
-    With `uniform`, they are spread evenly over the ToR pairs that have traffic. With `fixed`, the circuits at rest are
-    kept."""
+    stage changes the circuits of the PoDs that its template names. If `train_servers` is None, PoDs have no roles, and
+    a period changes the circuits of the PoDs in which it has traffic.
+
+    A full ToR has as many uplinks as NICs. A PoD has half as many lanes to the core as NICs.
+
+    `allocation` determines the circuits. With `traffic`, circuits are allocated by the traffic of each period. With
+    `uniform`, they are spread evenly over the ToR pairs that have traffic. With `fixed`, the circuits at rest are kept.
+    """
     train = servers.count if train_servers is None else train_servers
     if train > servers.count:
         refuse(ShapeFault("train_servers", f"must be <= {servers.count}, the number of servers", train))
@@ -152,8 +155,9 @@ class RFabric(SimulatedFabric):
         return self.circuits.of_period(period.id, Stage(period.stage), demand)
 
     def tor_demand(self, flows: GpuFlows) -> Floats:
-        """Return the number of bytes from one ToR to another, indexed by [tor, tor]. Servers without a working NIC send
-        no bytes."""
+        """Return the number of bytes from one ToR to another, as an array indexed by [tor, tor]. Servers without a
+        working NIC neither send nor receive bytes.
+        """
         here, there = self._hosts.server_of(flows.src), self._hosts.server_of(flows.dst)
         reached: Bools = self._hosts.nic_works.reshape(self.servers.count, -1).sum(axis=1) > 0
         outside = (here != there) & reached[here] & reached[there]

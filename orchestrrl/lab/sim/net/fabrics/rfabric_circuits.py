@@ -1,13 +1,13 @@
 """Choose the site of an RFabric, and its circuits for a period from the bytes between ToRs. The functions have no side
 effects.
 
-Sites are regular: all PoDs are built alike, for as many servers as the largest PoD has. In a smaller PoD, a ToR has a
-fraction of its fibres equal to its fraction of occupied server slots; the PoD's lanes to the core scale likewise. Both
-numbers are rounded up. A ToR that is alone on its rail has no fibres.
+Sites are regular: all PoDs are built alike, for as many servers as the largest PoD has. In a smaller PoD, the fraction
+of its fibres that a ToR keeps equals the fraction of its server slots that are occupied. The PoD's lanes to the core
+are reduced in the same way. Both numbers are rounded up. A ToR that is alone on its rail has no fibres.
 
 Circuits come from the fabric's own planner (planner/fabric/materialize.py), with the stages' own templates. Every
 period keeps all servers connected, over any number of hops (section 5.4 of the OrchestrRL paper). If circuits for the
-demand leave servers disconnected, single circuits bridge them while ports are free. If not all servers can be
+demand leave servers disconnected, single circuits bridge them as long as ports are free. If not all servers can be
 connected, sending servers keep a path to their destinations where this is possible.
 """
 
@@ -44,7 +44,7 @@ def evenly(count: int, per_pod: int) -> Ints:
 
 
 def fitted(site: Site, place: Ints) -> Site:
-    """Return the site with only the servers in the slots `place`."""
+    """Return the site with only as many switch ports as it needs if only the slots `place` have servers."""
     here = [site.servers[number] for number in place.tolist()]
     wanted = _wanted(site, here)
     ordered = sorted(site.switches, key=lambda each: (each.tier, each.pod or "", each.id))
@@ -62,7 +62,9 @@ def fitted(site: Site, place: Ints) -> Site:
 
 
 def _wanted(site: Site, here: Sequence[Server]) -> Mapping[EndpointId, int]:
-    """Return the number of fibres that each ToR and each uplink gets inside its PoD."""
+    """Return the number of fibres that each ToR and each uplink gets inside its PoD if the site has only the servers
+    `here`.
+    """
     if len(site.tors) == len({tor.rail for tor in site.tors}):
         return Counter()
     fibres = {endpoint: len(ends) for endpoint, ends in site.fibres[SiteTier.AGG].items()}
@@ -78,8 +80,9 @@ def _by_tor(servers: Iterable[Server]) -> Counter[EndpointId]:
 
 
 def _trimmed(site: Site, group: Sequence[Switch], wanted: Mapping[EndpointId, int]) -> list[Switch]:
-    """Return the switches of a PoD or of the core with the wanted ports spread evenly over the switches. The first
-    switches take the remainder, as in a regular site."""
+    """Return the switches of a PoD or of the core with only the wanted number of ports for each endpoint, spread evenly
+    over the switches. The first switches take the remainder, as in a regular site.
+    """
     found = []
     for number, switch in enumerate(group):
         ports = {}
@@ -122,7 +125,9 @@ class RFabricCircuits:
         return frozenset() if isinstance(plan, Hold) else plan.cross_connects
 
     def of_period(self, period: str, stage: Stage, demand: Floats) -> frozenset[PortPair]:
-        """Return the circuits of a period. `demand` is the number of bytes between ToRs, indexed by [tor, tor]."""
+        """Return the circuits of a period. `demand` is the number of bytes between ToRs, as an array indexed by [tor,
+        tor].
+        """
         template = TEMPLATES[stage] if self.roles else _anywhere(stage)
         eligible = self._eligible(template)
         demand = np.where(eligible, demand, 0.0)
@@ -180,7 +185,7 @@ class RFabricCircuits:
 
     @cached_property
     def _representatives(self) -> list[GpuId]:
-        """One representative GPU below each ToR, as an array indexed by ToR."""
+        """One representative GPU below each ToR, as a list indexed by ToR."""
         found: dict[EndpointId, GpuId] = {}
         for server in self.site.servers:
             for gpu in server.gpus:
@@ -188,7 +193,7 @@ class RFabricCircuits:
         return [found[tor.id] for tor in self.site.tors]
 
     def _eligible(self, template: StageTemplate) -> Bools:
-        """Return whether the stage may connect two ToRs, as an array indexed by [tor, tor]."""
+        """Return whether the template's stage may connect two ToRs, as an array indexed by [tor, tor]."""
         pods = self.site.pods
         joins = np.array(
             [[one is other or (one.role, other.role) in template.core_roles for other in pods] for one in pods]
@@ -200,7 +205,9 @@ class RFabricCircuits:
     def _bridges(
         self, found: frozenset[PortPair], eligible: Bools, demanded: Bools, bridges: frozenset[tuple[int, int]]
     ) -> frozenset[tuple[int, int]]:
-        """Return the additional ToR pairs that connect all server blocks to the ToR that most blocks reach."""
+        """Return the ToR pairs that, in addition to the circuits `found` and the earlier `bridges`, connect all server
+        blocks to the ToR that most blocks reach.
+        """
         laid = np.zeros(demanded.shape, np.bool_)
         for one, other in bridges:
             laid[one, other] = laid[other, one] = True
@@ -212,9 +219,10 @@ class RFabricCircuits:
         return self._joining(distances(DirectedLinks.of(np.where(laid, 1.0, circuits))) < NO_WAY, eligible, free)
 
     def _joining(self, reach: Bools, eligible: Bools, free: Ints) -> frozenset[tuple[int, int]]:
-        """Return a small set of bridges, preferably inside one PoD and rail, and between ToRs with the most free ports.
-        `reach`, indexed by [tor, tor], is true if a path connects the two ToRs. `free`, indexed by ToR, is the number
-        of ports that no other bridge uses."""
+        """Return a small set of bridges, which are pairs of ToRs to be connected. Bridges are preferably inside one PoD
+        and rail, and between ToRs with the most free ports. `reach`, indexed by [tor, tor], is true if a path connects
+        the two ToRs. `free`, indexed by ToR, is the number of ports that no other bridge uses.
+        """
         touches: Bools = np.asarray(reach[:, self.blocks].any(axis=2))  # [tor, block]
         hub = int(np.argmax(touches.sum(axis=1)))
         inside: Bools = reach[hub].copy()
@@ -247,7 +255,7 @@ class RFabricCircuits:
 
     @cached_property
     def _apart(self) -> Bools:
-        """True for two ToRs in different PoDs, as an array indexed by [tor, tor]."""
+        """Whether two ToRs are in different PoDs, as an array indexed by [tor, tor]."""
         return np.asarray(self.pod_of[:, None] != self.pod_of, np.bool_)
 
     def _hops(self, cross_connects: frozenset[PortPair]) -> Ints:
@@ -259,8 +267,9 @@ class RFabricCircuits:
         return np.array([[(hops[np.ix_(one, other)] < NO_WAY).any() for other in blocks] for one in blocks], np.bool_)
 
     def _rank(self, cross_connects: frozenset[PortPair], demanded: Bools) -> tuple[bool, bool]:
-        """Return two values: whether every block of servers reaches every other block, and whether every pair of blocks
-        with demand is connected."""
+        """Return how well the circuits connect the blocks of servers, as two values: whether every block reaches every
+        other block, and whether every pair of blocks with demand is connected.
+        """
         is_connected = self._connected(self._hops(cross_connects))
         of_block = np.array([[tor in block for block in self.blocks] for tor in range(len(demanded))], np.int64)
         return bool(is_connected.all()), bool((is_connected | (of_block.T @ demanded @ of_block == 0)).all())
@@ -279,13 +288,16 @@ class RFabricCircuits:
 
 
 def _anywhere(stage: Stage) -> StageTemplate:
-    """Return the template of a site without PoD roles: all PoDs may be changed and connected. The stage's own template
-    specifies the use of spare ports."""
+    """Return the template of a stage on a site without PoD roles: all PoDs may be changed and connected. The stage's
+    own template specifies the use of spare ports.
+    """
     return replace(TEMPLATES[stage], touched=_EITHER, core_roles=_ANY_TWO)
 
 
 def _first(may: Bools, *marks: Bools | Ints) -> tuple[int, int]:
-    """Return the row and column of the allowed entry with the highest scores, compared lexicographically."""
+    """Return the row and column of the entry that `may` allows and that has the highest `marks`, compared
+    lexicographically.
+    """
     rows, columns = np.nonzero(may)
     marked = [np.broadcast_to(each, may.shape)[rows, columns] for each in marks]
     best = int(np.lexsort([-np.arange(len(rows)), *marked[::-1]])[-1])
@@ -293,6 +305,6 @@ def _first(may: Bools, *marks: Bools | Ints) -> tuple[int, int]:
 
 
 def _some(ends: Sequence[tuple[OcsId, int]], share: float) -> list[tuple[OcsId, int]]:
-    """Return the fraction `share` of `ends`, spread evenly over their switches."""
+    """Return the fraction `share` of the ports `ends`, spread evenly over their switches."""
     count = round(share * len(ends))
     return [ends[number * len(ends) // count] for number in range(count)]

@@ -1,13 +1,15 @@
-"""Model TopoOpt (Wang et al., NSDI 2023): NICs connected directly over patch panels, once per job; hosts forward.
+"""Model TopoOpt (Wang et al., NSDI 2023). Patch panels connect NICs directly to each other, once per job, and hosts
+forward traffic.
 
-The two fibres of a NIC are patched separately: a NIC may send to one server and receive from another. NIC k of all
-servers therefore forms a permutation of the servers. The first `ring_nics` NICs form rings whose strides reach every
-server in few hops, as TopoOpt's AllReduce permutations do. Each further NIC is assigned to serve the most remaining
-demand, and served demand counts half for the NICs after it, as in TopoOpt's matchings. TopoOpt divides NICs by the
-fraction of AllReduce traffic, and runs AllReduce in the order of its rings. In this model, bytes between GPUs are not
-identified as AllReduce and follow NCCL's order; NICs are divided so that the demand is served best. Traffic uses all
-paths with the fewest hops (TopoOpt routes MP traffic over k shortest paths) and loads each link of a path. The only
-modelled cost of forwarding on a host is `FORWARD_S`.
+The two fibres of a NIC are patched separately: a NIC may send to one server and receive from another. The links of NIC
+k of all servers therefore form a permutation of the servers. The first `ring_nics` NICs form rings whose strides reach
+every server in few hops, as TopoOpt's AllReduce permutations do. Each further NIC is assigned to serve the most
+remaining demand, and served demand counts half for the NICs after it, as in TopoOpt's matchings.
+
+TopoOpt divides NICs between rings and matchings by the fraction of AllReduce traffic, and runs AllReduce in the order
+of its rings. In this model, AllReduce follows NCCL's order and is not distinguished from other traffic. NICs are
+divided so that the demand is served best. Traffic uses all paths with the fewest hops (TopoOpt routes MP traffic over k
+shortest paths) and loads each link of a path. The only modelled cost of forwarding on a host is `FORWARD_S`.
 """
 
 from dataclasses import dataclass, field
@@ -31,9 +33,10 @@ FORWARD_S = 0.8e-6  # latency of a host that forwards, equal to a switch's
 def topoopt(
     servers: Servers, *, demand: InstanceOf[GpuFlows] | None = None, ring_nics: Count | None = None
 ) -> "TopoOpt":
-    """Build a TopoOpt fabric for the `demand` of the whole job; without a demand, it has rings only. If `ring_nics` is
-    None, the number that minimises the load of the busiest link is used. It is at least 2, so that servers stay
-    connected if a NIC fails."""
+    """Build a TopoOpt fabric for the `demand` of the whole job. Without a demand, the fabric has rings only. If
+    `ring_nics` is None, the number of ring NICs that minimises the load of the busiest link is used. This number is at
+    least 2 if a server has several NICs, so that servers stay connected if a NIC fails.
+    """
     nics = servers.nics_per_server
     if ring_nics is not None and ring_nics > nics:
         refuse(ShapeFault("ring_nics", f"must be <= {nics}, the NICs of a server", ring_nics))
@@ -46,7 +49,7 @@ def topoopt(
 
 
 def server_demand(servers: Servers, flows: GpuFlows) -> Floats:
-    """Return the number of bytes from one server to another, indexed by [server, server]."""
+    """Return the number of bytes from one server to another, as an array indexed by [server, server]."""
     one, other = flows.src // servers.gpus_per_server, flows.dst // servers.gpus_per_server
     return sums_between(one, other, flows.bytes, servers.count)
 
@@ -97,8 +100,9 @@ class TopoOpt(SimulatedFabric):
 
     @cached_property
     def joins(self) -> Ints:
-        """The number of NICs of the first server that send to a NIC of the second server, indexed by [server,
-        server]."""
+        """The number of NICs of one server that send to NICs of another server, as an array indexed by [from, to]. Only
+        working NICs are counted.
+        """
         servers = self.servers
         works = HostNetwork(servers, self.failed).nic_works.reshape(servers.count, -1)
         found = np.zeros((servers.count, servers.count), np.int64)
@@ -108,8 +112,9 @@ class TopoOpt(SimulatedFabric):
         return found
 
     def strain(self, demand: Floats) -> tuple[float, float]:
-        """Return the number of bytes per NIC on the busiest link, to four significant digits, and the number of bytes
-        over all NICs. `demand` is the number of bytes between servers, indexed by [server, server]."""
+        """Return the number of bytes per NIC on the busiest link, to four significant digits, and the total number of
+        bytes over all NICs. `demand` is the number of bytes between servers, as an array indexed by [server, server].
+        """
         edges = DirectedLinks.of(self.joins.astype(np.float64))
         one, other = np.nonzero(demand)
         owner, edge, share = shortest_ways(edges, one, other).rows(np.arange(len(one)))

@@ -1,5 +1,5 @@
-"""Run every arm of a scenario with every seed. All arms get the same requests. OrchestrRL's arms run in a simulated
-world."""
+"""Run every arm of a scenario with every seed. All arms get the same requests. OrchestrRL's arms run the real control
+plane on a virtual clock (world.py)."""
 
 import asyncio
 import hashlib
@@ -34,7 +34,7 @@ from planner.model import ConfigurationId, RequestId
 
 @dataclass(slots=True)
 class EngineSpan:
-    """The running sequences of one engine over time, for charts."""
+    """The number of running sequences of one engine over time, for charts."""
 
     engine: str
     configuration: str
@@ -103,7 +103,7 @@ CONTROLS = {
 
 @dataclass(frozen=True, slots=True)
 class ControlledRun:
-    """The inputs of one run of an arm with the control plane."""
+    """The inputs of one run of an arm that uses the control plane."""
 
     scenario: GenerationScenario
     kinds: Mapping[ConfigurationId, EngineKind]
@@ -119,13 +119,14 @@ class ControlledRun:
 
     @property
     def known_output_tokens(self) -> dict[RequestId, int] | None:
-        """The exact answer lengths in the oracle arm. In other arms, it is None."""
+        """The exact output length of each request in the oracle arm, or None in other arms."""
         if self.control.knowledge != "oracle":
             return None
         return {request.id: request.output_tokens for requests in self.steps for request in requests}
 
     def run(self, report: Report, keep_journal: Path | None = None) -> SeedRun:
-        """Run the arm with this seed. The journal is deleted afterwards, unless `keep_journal` is the path for it."""
+        """Run the arm with this seed. If `keep_journal` is None, the journal is deleted afterwards. Otherwise,
+        `keep_journal` is the path of the journal."""
         with tempfile.TemporaryDirectory(prefix="orchestrrl-sim-") as folder:
             path = keep_journal or Path(folder) / "journal.sqlite"
             run = asyncio.run(self._run(path, report))
@@ -133,7 +134,7 @@ class ControlledRun:
         return run
 
     def config(self) -> Config:
-        """Return the configuration of the scenario's daemon, without the features that the arm does not enable."""
+        """Return the configuration of the scenario's daemon, with all features disabled that the arm does not use."""
         daemon = self.scenario.daemon
         sections = {name: dict(daemon.get(name) or {}) for name in ("fast", "slow")}
         if self.control.policy is not None:
@@ -221,7 +222,7 @@ def _picture(world: World, step: StepRecord, run: SeedRun) -> None:
 
 
 def _read_journal(path: Path, run: SeedRun) -> None:
-    """Read the predicted and actual makespans of plans, and a digest of all entries, from the journal."""
+    """Store in `run` the predicted and actual makespans of plans, and a digest of all journal entries."""
     reader = JournalReader(path)
     digest = hashlib.sha256()
     for entry in reader.since(0, limit=10_000_000):
@@ -244,15 +245,15 @@ class ArmRun:
 
     @property
     def calibration_error(self) -> float | None:
-        """The relative error of predicted makespans, as the median over plans. It is None if there are no plans."""
+        """The relative error of predicted makespans, as the median over plans, or None if there are no plans."""
         errors = [abs(p - a) / a for run in self.seeds for p, a in run.predicted_actual_s if a > 0]
         return median(errors) if errors else None
 
 
 @dataclass(frozen=True, slots=True)
 class NotKnowing:
-    """Median makespans with different knowledge of output lengths, and the median makespan of the tuned static
-    baseline."""
+    """The median makespans with different knowledge of output lengths (forecast, exact, mean only), and the median
+    makespan of the tuned static baseline."""
 
     static_s: float
     forecast_s: float
@@ -266,7 +267,7 @@ class NotKnowing:
 
     @property
     def kept(self) -> float | None:
-        """The fraction of the oracle's gain that is reached with the forecast. It is None if the oracle has no gain."""
+        """The fraction of the oracle's gain that the forecast achieves, or None if the oracle has no gain."""
         gain_s = self.static_s - self.oracle_s
         return (self.static_s - self.forecast_s) / gain_s if gain_s > 0 else None
 
@@ -284,20 +285,21 @@ class ScenarioOutcome:
 
     @property
     def ceiling_gain(self) -> float | None:
-        """The ceiling's gain over the tuned static baseline with round-robin prompts. It is None if that baseline was
+        """The gain of the ceiling over the tuned static baseline with round-robin prompts, or None if the baseline was
         not run."""
         baseline = self.arm("verl_to")
         return None if baseline is None else sum(run.total_s for run in baseline.seeds) / self.ceiling.redeploying_s
 
     @property
     def contention_s(self) -> float | None:
-        """The seconds that sharing the NICs adds to a step of the arm `both`."""
+        """The time, in seconds, that sharing the NICs adds to a step of the arm `both`. It is None if the arm was not
+        run, or no traffic shares the NICs."""
         both = self.arm("both")
         return both.makespan_s - self.alone_s if both is not None and self.alone_s is not None else None
 
     @property
     def not_knowing(self) -> NotKnowing | None:
-        """The makespans by knowledge of lengths, or None if a required arm was not run."""
+        """The makespans by knowledge of output lengths, or None if a required arm was not run."""
         static, forecast, oracle, mean = (self.arm(name) for name in ("verl_to", "both", "oracle", "mean_only"))
         if static is None or forecast is None or oracle is None:
             return None
@@ -306,7 +308,8 @@ class ScenarioOutcome:
         )
 
     def gain(self, run: ArmRun) -> float | None:
-        """Return the ratio of samples per second to those of the tuned static baseline, as the median over seeds."""
+        """Return the ratio of the arm's samples per second to those of the tuned static baseline, as the median over
+        seeds. Return None if the baseline was not run."""
         baseline = self.arm("verl_to")
         if baseline is None:
             return None
@@ -315,7 +318,8 @@ class ScenarioOutcome:
 
 
 def chosen(names: Sequence[str], known: Sequence[str], option: str) -> list[str]:
-    """Return `names` without duplicates, or `known` if `names` is empty. Raises ProblemFaults for unknown names."""
+    """Return `names` without duplicates, or `known` if `names` is empty. Raises ProblemFaults for names that are not in
+    `known`. `option` is the command-line option in the error message."""
     faults = [
         f"{option}[{i}]: must be one of {', '.join(known)}, got {name!r}"
         for i, name in enumerate(names)
@@ -327,16 +331,17 @@ def chosen(names: Sequence[str], known: Sequence[str], option: str) -> list[str]
 
 
 def chosen_arms(names: Sequence[str]) -> list[str]:
-    """Return the chosen arms in the order of ARMS. Raises ProblemFaults for unknown names."""
+    """Return the named arms in the order of ARMS, or an empty list if `names` is empty. Raises ProblemFaults for
+    unknown names."""
     return sorted(chosen(names, ARMS, "--arms"), key=ARMS.index) if names else []
 
 
 def run_scenario(
     scenario: GenerationScenario, arms: Sequence[str], seeds: Sequence[int], report: Report
 ) -> ScenarioOutcome:
-    """Run the arms over the seeds. The static sweep always runs, because it chooses the initial configuration of
-    OrchestrRL's arms. Raises ProblemFaults if a configuration cannot run on the scenario's GPUs, and Permanent if a
-    simulation makes no progress."""
+    """Run the arms over the seeds. A sweep of all configurations as static fleets always runs, because it chooses the
+    initial configuration of OrchestrRL's arms. Raises ProblemFaults if a configuration cannot run on the scenario's
+    GPUs, and Permanent if a simulation makes no progress."""
     if faults := _unusable(scenario):
         raise ProblemFaults(faults)
     kinds = usable_kinds(scenario)
@@ -407,7 +412,8 @@ def _holds(kind: EngineKind, tokens: int) -> bool:
 
 
 def usable_kinds(scenario: GenerationScenario) -> dict[ConfigurationId, EngineKind]:
-    """Return the configurations that can hold the longest request and of which at least one engine fits on the GPUs."""
+    """Return the configurations that can hold the longest request and of which at least one engine fits on the GPUs.
+    Raises ProblemFaults if there are none."""
     longest = _longest_tokens(scenario)
     every = kinds_of(scenario)
     kinds = {

@@ -1,7 +1,7 @@
 """Read a scenario of the generation simulator from YAML, and report all of its faults at once.
 
-The section `daemon` is a daemon's configuration file. The other sections describe the engines, network and workload,
-which a real daemon would observe.
+The section `daemon` has the format of a daemon's configuration file. The other sections describe the engines, network
+and workload, which a real daemon would observe.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -63,7 +63,7 @@ Arm = Annotated[str, one_of(ARMS)]
 
 
 class ScenarioSection(BaseModel):
-    """Base class of scenario sections: immutable, without unknown fields."""
+    """Base class of scenario sections, which are immutable and reject unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -84,7 +84,8 @@ class ParetoLengths(ScenarioSection):
 
 
 class HistogramLengths(ScenarioSection):
-    """A distribution of lengths, given by its quantiles, with log-linear interpolation between quantiles."""
+    """A distribution of lengths, given by its quantiles. Lengths between two quantiles are interpolated
+    log-linearly."""
 
     kind: Literal["histogram"]
     quantiles: Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(min_length=2)]
@@ -151,7 +152,8 @@ class EngineConfiguration(ScenarioSection):
 
 
 class ProfiledSection(ScenarioSection):
-    """Engines that may come from a profile: a built-in profile, or a file relative to the scenario's folder."""
+    """Base class of sections whose engines may come from a profile. `profile` is the name of a built-in profile, or of
+    a file relative to the scenario's folder."""
 
     profile: Name | None = None
     initial: str | None = None  # initial configuration of OrchestrRL's arms; by default the tuned static baseline's
@@ -160,7 +162,7 @@ class ProfiledSection(ScenarioSection):
 
     @property
     def profile_value(self) -> Profile | None:
-        """The profile named by `profile`, with its curves."""
+        """The profile named by `profile`, with its curves, or None if the section names no profile."""
         return self._profile
 
 
@@ -178,14 +180,14 @@ class EnginesSection(ProfiledSection):
 
     @classmethod
     def of(cls, profile: Profile, **options: Any) -> "EnginesSection":
-        """Build the section from a profile object."""
+        """Build the section from a profile object. `options` contains other fields of the section."""
         section = cls(profile=profile.model, **options)
         section._profile = profile
         return section
 
     @property
     def moved_bytes_per_token(self) -> float:
-        """The number of bytes per token of KV that moves to another engine."""
+        """The number of bytes transferred per token when KV moves to another engine."""
         moves = self._profile.moves if self._profile is not None else None
         return self.kv_bytes_per_token or (moves.kv_bytes_per_token if moves else KV_BYTES_PER_TOKEN)
 
@@ -206,7 +208,7 @@ class NetworkSection(ScenarioSection):
 
 
 class GenerationControlSection(ScenarioSection):
-    """The report intervals of agents and gateways, in virtual seconds."""
+    """The intervals at which agents and gateways measure and report, in virtual seconds."""
 
     scrape_interval_s: Positive = 1.0
     rate_window_s: Positive = 4.0
@@ -214,14 +216,15 @@ class GenerationControlSection(ScenarioSection):
 
 
 class GatewaySection(ScenarioSection):
-    """The gateway's routing, for arms that use it. If `queue_depth` is 0, requests do not wait in the gateway."""
+    """The gateway's routing, for arms in which the gateway routes requests. If `queue_depth` is 0, requests do not wait
+    in the gateway."""
 
     policy: Annotated[str, one_of(STRATEGIES)] = DEFAULT_POLICY
     queue_depth: Annotated[int, Field(ge=0)] = 0
 
 
 class GenerationFaultSection(ScenarioSection):
-    """An engine failure at a time of the run."""
+    """An engine failure at a given time of the run."""
 
     at_s: NotNegative
     kill_engine: Name  # engine id (e0, e1, ...); affects OrchestrRL's arms only
@@ -253,8 +256,8 @@ class GenerationScenario(ScenarioSection):
 
 
 def load_scenario(source: str) -> GenerationScenario:
-    """Load a scenario from a file, or the built-in scenario of that name. Raises ProblemFaults with all faults,
-    including those of its profile."""
+    """Load a scenario from a file, or the built-in scenario named `source`. Raises ProblemFaults with all faults of the
+    scenario, including those of its profile."""
     return parse_scenario(*scenario_text(source, FOLDER))
 
 
@@ -278,8 +281,8 @@ def scenario_names(built_in: str) -> list[str]:
 
 
 def with_steps(scenario: GenerationScenario, steps: int | None) -> GenerationScenario:
-    """Return the scenario with `steps` steps, or unchanged if None. Raises ProblemFaults unless `steps` exceeds the
-    number of warm-up steps."""
+    """Return the scenario with its number of steps set to `steps`. If `steps` is None, return the scenario unchanged.
+    Raises ProblemFaults unless `steps` exceeds the number of warm-up steps."""
     if steps is None:
         return scenario
     if steps <= scenario.workload.warmup_steps:
@@ -289,7 +292,8 @@ def with_steps(scenario: GenerationScenario, steps: int | None) -> GenerationSce
 
 
 def parse_scenario(text: str, folder: Path = Path()) -> GenerationScenario:
-    """Parse the text of a scenario as load_scenario does. A profile's file name is relative to `folder`."""
+    """Parse the text of a scenario. The file name of a profile is relative to `folder`. Raises ProblemFaults with all
+    faults of the scenario, including those of its profile."""
     return validated(parse_yaml(text), folder, GenerationScenario, "engines", _CHECKS)
 
 
@@ -300,9 +304,9 @@ def validated(
     engines: str,
     checks: Sequence[Callable[[Checked], Iterable[str]]],
 ) -> Checked:
-    """Return the scenario in `document`, with the profile that its section `engines` names, relative to `folder`.
-    Raises ProblemFaults with all faults of the document and the profile. `checks` compare sections, and run only if
-    each section is valid."""
+    """Return the scenario in `document` as a `model` object. `engines` is the name of the section that may name a
+    profile, whose file name is relative to `folder`. `checks` compare sections, and run only if each section is valid.
+    Raises ProblemFaults with all faults of the document and the profile."""
     if not isinstance(document, dict):
         raise ProblemFaults([f"(document): must be a mapping, got {shorten(document)}"])
     faults: list[str] = []
@@ -322,7 +326,8 @@ def validated(
 
 
 def _read_profile(section: Any, path: str, folder: Path) -> tuple[Profile | None, list[str]]:
-    """Return the profile that the section names (None without a profile), and the faults of the profile."""
+    """Return the profile that `section` names, and the faults of the profile. The profile is None if it has faults, or
+    the section names no profile."""
     name = section.get("profile") if isinstance(section, dict) else None
     if not isinstance(name, str) or not name:
         return None, []  # the scenario's own validation reports this, or there is no profile
@@ -340,7 +345,8 @@ def _read_profile(section: Any, path: str, folder: Path) -> tuple[Profile | None
 
 
 def daemon_faults(section: Any) -> list[str]:
-    """Return the faults of a daemon's configuration that has no section `fleet`."""
+    """Return the faults of a scenario's section `daemon`, a daemon's configuration that must not contain a section
+    `fleet`."""
     if not isinstance(section, dict):
         return []  # the scenario's own validation reports this, or there is no section
     faults = ["daemon.fleet: must be absent, it is derived from gpus and engines"] if "fleet" in section else []

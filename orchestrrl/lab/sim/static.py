@@ -6,13 +6,13 @@ knowledge.
 
 Placements with known lengths either spread requests (longest first onto the least loaded engine) or pack them
 (contiguous blocks in descending order, which keeps the longest together). The best configuration is used. With known
-prompts, only the distribution of each prompt's sample lengths is known. This is an upper bound on the information that
-finished samples of the prompt, in this step or in earlier epochs, can provide.
+prompts, only the distribution of each prompt's sample lengths is known. This distribution is an upper bound on the
+information that finished samples of the prompt, in this step or in earlier epochs, can provide.
 
 The ceiling assumes that lengths are known only as a distribution. Requests are then spread evenly, and the fleet's
-configuration is chosen by the number of remaining requests. The choice is free and instant: at each output position,
-the whole fleet has the fastest configuration. Prefill, redeployments, moves and fractions of a request cost nothing.
-Heterogeneous fleets are not considered.
+configuration is chosen by the number of remaining requests. A change of configuration is free and instant: at each
+output position, the whole fleet has the fastest configuration. Prefill, redeployments, moves and fractions of a request
+cost nothing. Heterogeneous fleets are not considered.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,7 +35,8 @@ from planner.model import Configuration, ConfigurationId, RequestId
 
 @dataclass(slots=True)
 class StaticStep:
-    """The results of one step: completion times, from the step's start, and the busy time of each engine."""
+    """The results of one step. Completion times are in seconds from the step's start, and `busy_s` contains the busy
+    time of each engine."""
 
     makespan_s: float
     finish_s: list[float]
@@ -57,7 +58,8 @@ Step = TypeVar("Step")
 
 
 def dealt(requests: Sequence[SimRequest], engines: int) -> list[list[SimRequest]]:
-    """Return the requests of each engine, with whole prompts assigned round-robin, as veRL distributes a batch."""
+    """Return the requests of each engine. Prompts with all of their samples are assigned round-robin, as veRL
+    distributes a batch."""
     return [[request for request in requests if request.group_index % engines == place] for place in range(engines)]
 
 
@@ -71,9 +73,9 @@ def run_static(kind: EngineKind, placement: Sequence[Sequence[SimRequest]]) -> S
 def run_partial(
     kind: EngineKind, placement: Sequence[Sequence[tuple[SimRequest, int]]], share: float, interval_s: float = 1.0
 ) -> StaticStep:
-    """Run a step of partial rollout. The step ends when the fraction `share` of its requests, and all requests carried
-    over from an earlier step, are complete. The unfinished requests continue in the next step, which prefills them
-    again."""
+    """Run a step of partial rollout. The step ends when the fraction `share` of its requests, and all requests that
+    already have tokens from an earlier step, are complete. This condition is checked every `interval_s` seconds. The
+    unfinished requests continue in the next step, which prefills them again."""
     engines = [_loaded(kind.shape, held) for held in placement]
     requests = {request.id: request for held in placement for request, _ in held}
     generated = {request.id: tokens for held in placement for request, tokens in held}
@@ -100,8 +102,8 @@ def run_partial(
 def static_arm(
     scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind], arm: str, steps: Mapping[int, Steps]
 ) -> dict[int, list[Ran]]:
-    """Return the steps of each seed under a static arm, each with the configuration that it uses. Raises ValueError if
-    the arm is not static."""
+    """Return the steps of each seed under a static arm, together with the engine kind that each step uses. Raises
+    ValueError if the arm is not static."""
     every = list(kinds.values())
     match arm:
         case "verl_to":
@@ -128,7 +130,8 @@ def static_arm(
 def tuned(
     scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind], steps: Mapping[int, Steps]
 ) -> ConfigurationId:
-    """Return the configuration with the shortest measured steps (median over seeds) under round-robin prompts."""
+    """Return the configuration whose measured steps take the shortest total time (median over seeds) under round-robin
+    prompts."""
 
     def elapsed_s(name: ConfigurationId) -> float:
         by_seed = dealt_steps(scenario, kinds[name], steps).values()
@@ -155,13 +158,14 @@ def dealt_steps(scenario: GenerationScenario, kind: EngineKind, steps: Mapping[i
 
 @lru_cache(maxsize=256)
 def _dealt_step(kind: EngineKind, engines: int, requests: tuple[SimRequest, ...]) -> StaticStep:
-    """Run one step. The result is cached, because engines inside servers take the same time on every fabric."""
+    """Run one step under round-robin prompts. The result is cached, because engines inside servers take the same time
+    on every fabric."""
     return run_static(kind, dealt(requests, engines))
 
 
 def _partial_steps(scenario: GenerationScenario, kind: EngineKind, steps: Steps) -> list[Ran]:
-    """Run consecutive steps with partial rollout. Requests carried over from an earlier step are placed first, spread
-    over all engines."""
+    """Run consecutive steps with partial rollout. Requests carried over from an earlier step are placed first, and are
+    spread over all engines."""
     engines = len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node))
     carried: list[tuple[SimRequest, int]] = []
     ran = []
@@ -176,8 +180,8 @@ def _partial_steps(scenario: GenerationScenario, kind: EngineKind, steps: Steps)
 
 
 def countdown(finish_s: Sequence[float], left: int = 0) -> list[tuple[float, int]]:
-    """Return a pair (time, requests in flight) for each change of the number of requests in flight. The last `left`
-    requests never finish."""
+    """Return pairs (time, requests in flight): one for time 0, and one for each completion time in `finish_s`. `left`
+    is the number of additional requests that never finish."""
     total = len(finish_s) + left
     return [(at_s, total - done) for done, at_s in enumerate([0.0, *finish_s])]
 
@@ -223,7 +227,8 @@ QUANTILES = (0.5, 0.8, 0.95)
 
 
 def best_known(scenario: GenerationScenario, kinds: Sequence[EngineKind], requests: Sequence[SimRequest]) -> Ran:
-    """Return the shortest step found if all lengths are known, and the configuration of the step's engines."""
+    """Return the shortest step that is found with known output lengths, together with the kind of the step's
+    engines."""
     tried = []
     for kind in kinds:
         engines = len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node))
@@ -239,8 +244,9 @@ def best_prompts_known(
     requests: Sequence[SimRequest],
     redrawn_tokens: NDArray[np.int64],
 ) -> Ran:
-    """Return the step with the placement that has the shortest mean makespan over `redrawn_tokens` (alternative lengths
-    of the same prompts, indexed by [draw, request]). Placements are based on quantiles of each prompt's lengths."""
+    """Return the step under the placement that has the shortest mean makespan over `redrawn_tokens` (alternative output
+    lengths for the same prompts, indexed by [draw, request]), together with the kind of the step's engines. Placements
+    are based on quantiles of each prompt's lengths."""
     distributions = [_with_lengths(requests, tokens) for tokens in redrawn_tokens]
     of_prompt = redrawn_tokens.reshape(len(redrawn_tokens), -1, scenario.workload.samples)
     tried = []
@@ -288,7 +294,8 @@ def spread(configuration: Configuration, engines: int, requests: Sequence[SimReq
 
 
 def packed(configuration: Configuration, engines: int, requests: Sequence[SimRequest]) -> list[list[SimRequest]]:
-    """Return one contiguous block of requests per engine, for the shortest makespan that the blocks can reach."""
+    """Return one contiguous block of requests per engine, in descending order of output length. The blocks are chosen
+    for the shortest predicted makespan."""
     ordered = _longest_first(requests)
     high_s = sum(configuration.alpha_s * request.output_tokens + _work_s(configuration, request) for request in ordered)
     low_s, best = 0.0, [ordered]
@@ -328,7 +335,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """The duration in seconds of one or several steps with evenly spread requests."""
+    """The durations, in seconds, of one or several steps if requests are spread evenly."""
 
     static_s: Mapping[ConfigurationId, float]  # with one configuration throughout
     redeploying_s: float  # with the fastest configuration at each position
@@ -355,8 +362,8 @@ def ceiling(
 
 
 def alive_at(requests: Sequence[SimRequest]) -> tuple[Floats, Floats]:
-    """Return two arrays indexed by output position: the number of requests that generate the token at this position,
-    and the number of their KV tokens before it."""
+    """Return two arrays indexed by output position: the number of requests that generate a token at this position, and
+    the number of KV tokens that these requests hold before the token."""
     outputs = np.array([request.output_tokens for request in requests])
     prompts = np.array([request.prompt_tokens for request in requests], dtype=np.float64)
     order = np.argsort(outputs, kind="stable")
@@ -368,7 +375,7 @@ def alive_at(requests: Sequence[SimRequest]) -> tuple[Floats, Floats]:
 
 
 def position_s(profile: EngineProfile, instances: int, alive: Floats, kv_tokens: Floats) -> Floats:
-    """Return the time in seconds to generate one token for all requests on `instances` engines, as an array indexed by
+    """Return the time in seconds to generate one token for each request on `instances` engines, as an array indexed by
     output position. Requests whose KV does not fit wait for another round, or their KV is spilled if the engine
     supports spilling, whichever is faster."""
     sequences, kv = np.maximum(1.0, alive / instances), kv_tokens / np.minimum(instances, alive)
@@ -380,8 +387,8 @@ def position_s(profile: EngineProfile, instances: int, alive: Floats, kv_tokens:
 
 
 def _rounds_s(profile: EngineProfile, sequences: Floats, kv_tokens: Floats, room_tokens: int) -> Floats:
-    """Return the time in seconds to generate one token. KV capacity and max_sequences determine the (fractional) number
-    of rounds."""
+    """Return the time in seconds to generate one token for each sequence of an engine, as an array indexed by output
+    position. The (fractional) number of rounds follows from the KV capacity `room_tokens` and from max_sequences."""
     rounds = np.maximum(1.0, np.maximum(kv_tokens / room_tokens, sequences / profile.max_sequences))
     batch, held = sequences / rounds, kv_tokens / rounds
     spilled = np.maximum(0.0, held - profile.kv_capacity_tokens)
@@ -399,26 +406,27 @@ PACKED_NEXT = (20, 30, 40)
 
 
 def placed_s(shape: EngineShape, placement: Sequence[Sequence[SimRequest]]) -> float:
-    """Return the seconds until the last answer is complete. `placement` contains each engine's requests in the order of
-    submission."""
+    """Return the time, in seconds, at which the last answer is complete. `placement` contains each engine's requests in
+    the order of submission."""
     return max(max(drained(_loaded(shape, ((request, 0) for request in held))), default=0.0) for held in placement)
 
 
 def best_placed_s(shape: EngineShape, routed: Sequence[Sequence[SimRequest]]) -> float:
-    """Return the duration in seconds of the shortest step. The candidates are `routed` (the initial placement of
-    OrchestrRL's gateway) and several placements with known lengths."""
+    """Return the duration, in seconds, of the step under the best of several placements. The candidates are `routed`
+    (the initial placement by OrchestrRL's gateway) and placements with known output lengths."""
     requests = [request for held in routed for request in held]
     return min(placed_s(shape, placement) for placement in (routed, *_placements(len(routed), requests)))
 
 
 def lower_bound_s(shape: EngineShape, requests: Iterable[SimRequest]) -> float:
-    """Return a lower bound on the step's duration: the time of the longest request alone on an engine."""
+    """Return a lower bound, in seconds, on the duration of a step: the time of the longest request alone on an
+    engine."""
     return max(decode_alone_s(shape, request.prompt_tokens, request.output_tokens) for request in requests)
 
 
 def _placements(engines: int, requests: Sequence[SimRequest]) -> Iterator[list[list[SimRequest]]]:
-    """Yield candidate placements: requests placed longest first onto the least loaded engine, and the longest requests
-    packed together."""
+    """Yield candidate placements. In the first, requests are placed longest first onto the least loaded engine. In the
+    others, the longest requests are packed together."""
     ordered = _longest_first(requests)
     loads, placement = [0] * engines, [list[SimRequest]() for _ in range(engines)]
     for request in ordered:

@@ -2,13 +2,14 @@
 
 Arms are those of `sim gen` (docs/simulator.md). Static arms run as in `sim gen`. OrchestrRL's arms use the real planner
 and balancer in a fast loop (generation_fast.py), and the KV of replaced engines is sent over the fabric. The steps of
-an arm depend on each other: the forecast learns from each step, and engines stay as the previous step left them.
+an arm depend on each other: the forecast learns from each step, and each step begins with the engines of the previous
+step.
 
 A step may also replace its engines once, at a given point, as in figure 18 of the OrchestrRL paper. When a given
 fraction of requests remains, the instances of one configuration are replaced by those of another. Parameters are loaded
-from CPU memory, KV goes over the fabric or is recomputed, and the new instances decode the remaining tokens. Requests
-are assigned to the new instances on the GPUs that they ran on, so that KV has short paths. They are balanced by their
-current tokens, since output lengths are not known.
+from CPU memory, KV is sent over the fabric or recomputed, and the new instances decode the remaining tokens. Requests
+are assigned to the new instances on the GPUs that they ran on, so that KV has short paths. Instances are balanced by
+the current tokens of their requests, since output lengths are not known.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,9 +51,9 @@ LeftRequest = tuple[HeldSequence, int]  # an unfinished request when engines cha
 
 @dataclass(frozen=True)
 class EnginesOnFabric:
-    """The engines of a generation section on a fabric, shared by all arms and seeds. Their configurations are predicted
-    for `layouts` on this fabric, or taken from the section's profile, which does not depend on the network. `daemon` is
-    a daemon's configuration without `fleet`."""
+    """The engines of a generation section on a fabric, shared by all arms and seeds. `where` contains the GPUs of the
+    engines. The engines' configurations are predicted for `layouts` on this fabric, or taken from the section's
+    profile, which does not depend on the network. `daemon` is a daemon's configuration without `fleet`."""
 
     section: GenerationSection
     hardware: Hardware
@@ -78,13 +79,13 @@ class EnginesOnFabric:
         }
 
     def kinds(self, scenario: GenerationScenario) -> dict[ConfigurationId, EngineKind]:
-        """Return the usable engine kinds. The number of engines of each kind is limited to the number that the PoDs
-        have room for."""
+        """Return the engine kinds that are usable in the scenario. The number of engines of each kind is limited to the
+        number that fits into the PoDs."""
         return {name: replace(kind, most=len(self.fleets[name])) for name, kind in usable_kinds(scenario).items()}
 
     def sent(self, tokens: Mapping[ConfigurationId, float]) -> TierBytes:
-        """Return the number of bytes by tier that engines exchange to process `tokens`, the number of tokens that each
-        configuration generates and prefills."""
+        """Return the number of bytes by tier that engines exchange to process `tokens`, which contains the number of
+        tokens that the engines of each configuration generate and prefill."""
         servers = self.fabric.servers
         for name in tokens:
             if name not in self._token_bytes:
@@ -115,7 +116,8 @@ class EnginesOnFabric:
 
 
 def generation_stages(ready: EnginesOnFabric, arm: str, seed: int, steps: int) -> tuple[GenStage, ...]:
-    """Return the stages of `steps` consecutive steps. Raises ProblemFaults if no engine holds the longest request."""
+    """Return the generation stages of an arm for `steps` consecutive steps. Raises ProblemFaults if no engine can hold
+    the longest request."""
     scenario = ready.scenario(steps)
     kinds, asked = ready.kinds(scenario), steps_of(scenario, seed)
     if arm in CONTROLS:
@@ -151,8 +153,9 @@ def stage_of(
     seconds: float | None = None,
     carried: int = 0,
 ) -> GenStage:
-    """Return the stage of one step. `finish_s` ascends. `seconds` is the step's duration; None means that the step ends
-    with its last answer. `carried` is the number of requests that the next step finishes."""
+    """Return the generation stage of one step. The completion times `finish_s` must ascend. `seconds` is the step's
+    duration; None means that the step ends with its last answer. `carried` is the number of requests left for the next
+    step to finish."""
     lengths = [float(request.prompt_tokens + request.output_tokens) for request in requests]
     return GenStage(
         seconds=finish_s[-1] if seconds is None else seconds,
@@ -177,8 +180,8 @@ def redeployed_stage(
     fabric: SimulatedFabric,
 ) -> GenStage:
     """Return the stage of a step whose engines change from the first layout to the second when the fraction
-    `left_share` of the requests is unfinished. Phases are the names of the two configurations, `redeploying` and
-    `moving KV`."""
+    `left_share` of the requests is unfinished. The stage has the phases `redeploying`, `moving KV`, and one named after
+    each configuration. Raises ValueError if `left_share` is not in (0, 1) or a layout does not fit on the GPUs."""
     if not 0 < left_share < 1:
         raise ValueError(f"left_share must be in (0, 1), got {left_share}")
     profile = on_fabric(hardware, layouts, where, fabric)
@@ -221,9 +224,9 @@ def _ended_s(engine: Scheduler, until_s: float) -> list[float]:
 
 
 def _dealt(left: Sequence[LeftRequest], before: UniformFleet, after: UniformFleet) -> list[int]:
-    """Return the new instance of each request, as an array indexed by request. Requests are assigned in descending
-    size, each to the least loaded instance among the instances on its current GPUs, or among all instances if there is
-    none on these GPUs."""
+    """Return the new instance of each request, as a list indexed by request. Requests are assigned in descending size.
+    Each request goes to the least loaded instance among those that use its current GPUs. If no instance uses these
+    GPUs, all instances are considered."""
     near = [np.flatnonzero(np.isin(after.gpus, gpus).any(axis=1)).tolist() for gpus in before.gpus]
     loads, targets = [0] * len(after), [0] * len(left)
     for number in sorted(range(len(left)), key=lambda number: (-left[number][0].context_tokens, left[number][0].id)):

@@ -1,12 +1,14 @@
-"""Simulate generation steps under the real planner and balancer, without the rest of the control plane. This is fast
-enough for the scoreboard.
+"""Simulate generation steps under the real planner and balancer, without the rest of the control plane. This simulation
+is fast enough for the scoreboard.
 
 The simulation includes the planner (forecast, plan admission and costs), called in the same way as in the daemon, the
 balancer's packing, the engines' schedulers, and redeployments with their duration. Unlike `sim gen`, it excludes
 agents, gateway, journal and operations. Telemetry is never delayed or stale. Moves and stops take no time. Requests are
 first routed by KV capacity instead of one by one. Plans are not corrected by the outcome of earlier plans, and there
-are no failures. With a `kv_network`, KV goes over the fabric when engines change, and arrives instantly if single
-requests move between engines that remain. Without a `kv_network`, KV is recomputed.
+are no failures.
+
+With a `kv_network`, KV is sent over the fabric when engines change. It arrives instantly when single requests move
+between engines that remain. Without a `kv_network`, KV is recomputed.
 """
 
 from collections.abc import Sequence
@@ -82,7 +84,7 @@ class LiveRequest:
 
 @dataclass(slots=True)
 class LiveEngine:
-    """A simulated engine, which serves requests from `ready_s` on."""
+    """A simulated engine, which begins to serve requests at `ready_s`."""
 
     id: EngineId
     kind: EngineKind
@@ -99,7 +101,7 @@ class LiveEngine:
         live.request.submit(self.scheduler, max(at_s, self.ready_s), live.generated, prefilled=prefilled)
 
     def update_rate(self, now_s: float, window_s: float) -> None:
-        """Update the measured decode rate if a measurement window has ended."""
+        """Update the measured decode rate if at least `window_s` seconds have passed since the last update."""
         since_s, tokens = self.seen
         if now_s - since_s >= window_s:
             made = self.scheduler.generated_tokens_total
@@ -144,8 +146,8 @@ class FastStep:
 
     @property
     def phases_s(self) -> dict[str, float]:
-        """The seconds spent with each fleet, in redeployments and in KV moves. They add up to the duration of the step.
-        Engines that remain keep decoding during a redeployment."""
+        """The time in seconds spent with each fleet, in redeployments and in KV moves. The times add up to the duration
+        of the step. Engines that remain keep decoding during a redeployment."""
         phases_s: dict[str, float] = {}
         end_s = self.makespan_s
         for (begin_s, name), (until_s, _) in pairwise([*self.phases, (end_s, "")]):
@@ -209,8 +211,8 @@ class _FastFleet:
         return tokens
 
     def _submit(self, requests: Sequence[SimRequest]) -> None:
-        """Submit requests to engines. If the arm routes, a request goes to the engine with the fewest requests per KV
-        capacity, as the gateway's load index chooses among idle engines. Otherwise, prompts are assigned
+        """Submit requests to engines. If the arm routes requests, each goes to the engine with the fewest requests per
+        KV capacity, as the gateway's load index chooses among idle engines. Otherwise, prompts are assigned
         round-robin."""
         engines = [self._engines[id] for id in sorted(self._engines)]
         queue = [(0.0, place) for place in range(len(engines))]
@@ -296,7 +298,8 @@ class _FastFleet:
                 self._move(self._live[move.request], move.to_engine, step, prefilled=self._kv_network is not None)
 
     def _carry_out(self, plan: Plan, step: FastStep, started_s: float) -> None:
-        """Carry out a plan. Removed engines stop at once; new engines serve after they have started and received KV."""
+        """Carry out a plan. Removed engines stop at once. New engines serve requests after they have started and
+        received KV."""
         new = [each for each in plan.instances if not each.kept]
         kept = {each.id for each in plan.instances if each.kept}
         moved = [
@@ -354,8 +357,8 @@ class _FastFleet:
 
 
 def _quick(run: ControlledRun) -> Config:
-    """Return the run's configuration, with a minimal search budget if its plans are never carried out. Plans that are
-    never carried out serve only to estimate step times."""
+    """Return the run's configuration. If the arm does not carry out plans, the search budget is minimal, because its
+    plans serve only to estimate step times."""
     config = run.config()
     if run.control.planning:
         return config

@@ -1,10 +1,10 @@
-"""Place a configuration's instances on GPUs; simulate exchanges inside them and KV moves between them. The functions
-have no side effects.
+"""Place the instances of a configuration on GPUs, and simulate the exchanges inside instances and the KV moves between
+instances. The functions have no side effects.
 
-An instance is inside a server, or on consecutive whole servers. Under AFD its attention GPUs come first. Instances that
-fit into a PoD of the fabric stay inside one. The remaining servers of several PoDs form instances together if this does
-not reduce their bandwidth, as in trees of packet switches. Otherwise the remaining servers stay idle, because an
-instance that spans PoDs would get half or a third of the bandwidth of other instances.
+An instance uses part of a server, a whole server, or consecutive whole servers. Under AFD its attention GPUs come
+first. Instances that fit into a PoD of the fabric stay inside one. The remaining servers of several PoDs form instances
+together if this does not reduce their bandwidth, as in trees of packet switches. Otherwise the remaining servers stay
+idle, because an instance that spans PoDs would get half or a third of the bandwidth of other instances.
 
 EP sends all-to-all traffic among an instance's ranks. AFD sends traffic between attention and FFN GPUs in both
 directions. Wide TP sends traffic in rings along rails. A rate is the number of bytes that a GPU sends, divided by the
@@ -12,8 +12,8 @@ time until the instance's last flow ends. The roofline (planner/cost/roofline.py
 parallelism reduces twice in each layer. With expert parallelism each token is sent to its experts and back; under AFD
 it is sent to the FFN GPUs and back. Each configuration is evaluated alone, on the whole fleet.
 
-KV follows its requests to other instances over the fabric, or is recomputed if that is faster. A request's KV is on the
-GPUs of one attention replica, with its heads spread evenly, before and after the move. If there are fewer KV heads than
+The KV of a request follows it to another instance over the fabric, or is recomputed if that is faster. Before and after
+the move, the KV is on the GPUs of one attention replica, with its heads spread evenly. If there are fewer KV heads than
 GPUs, two GPUs hold the same heads: each receives one half and copies the other half over NVLink in negligible time. All
 transfers begin at once. An instance recomputes its requests one after another.
 """
@@ -61,7 +61,7 @@ class UniformFleet:
 
 def deployed(parallelism: Parallelism, where: range, servers: Servers, pods: Pods | None = None) -> UniformFleet:
     """Return a fleet of as many instances as fit on the GPUs `where`. If `pods` is None, all servers form one PoD.
-    Raises ValueError if `where` or an instance does not consist of whole servers."""
+    Raises ValueError unless `where`, and an instance that is larger than a server, consist of whole servers."""
     size, per_server = parallelism.gpus, servers.gpus_per_server
     if where.start % per_server or len(where) % per_server:
         raise ValueError(f"the GPUs for generation must be whole servers of {per_server} GPUs, got {where}")
@@ -76,14 +76,15 @@ def deployed(parallelism: Parallelism, where: range, servers: Servers, pods: Pod
 
 
 def left_idle(fleet: UniformFleet, where: range) -> int:
-    """Return the number of GPUs that stay idle because instances do not span PoDs."""
+    """Return the number of the GPUs `where` that stay idle because instances do not span PoDs."""
     size = fleet.parallelism.gpus
     return (len(where) // size - len(fleet)) * size
 
 
 def _in_pods(servers: Ints, each: int, pods: Pods) -> Ints:
-    """Return the servers of each instance, as an array indexed by [instance, server], with `each` servers per instance.
-    If no PoD is large enough for an instance, instances span PoDs."""
+    """Return the servers of each instance, as an array indexed by [instance, server]. An instance has `each` servers.
+    The remaining servers of several PoDs form instances together if bandwidth is not lower between PoDs than inside a
+    PoD, or if no PoD is large enough for an instance."""
     groups = [servers[pods.of[servers] == pod] for pod in np.unique(pods.of[servers])]
     whole = [len(group) // each * each for group in groups]
     rest = np.concatenate([group[count:] for group, count in zip(groups, whole, strict=True)])
@@ -101,8 +102,8 @@ SENT_BYTES = 64e6
 
 @dataclass(frozen=True, slots=True)
 class TokenExchange:
-    """The measured exchange inside an instance, as the mean over instances. `extra_hop_s` is the latency in excess of
-    two links and one switch."""
+    """The measured exchange inside instances. `bytes_per_s` is computed from the mean time over instances.
+    `extra_hop_s` is the time by which the largest latency exceeds the latency of two links and one switch."""
 
     bytes_per_s: float  # per GPU
     extra_hop_s: float
@@ -138,8 +139,8 @@ def _alike(src: Ints, dst: Ints, bytes: float) -> GpuFlows:
 
 
 def _rings(members: Ints, apart: int, given: float) -> GpuFlows:
-    """Return flows in rings: each member of a ring sends to the member `apart` positions further. `members` is indexed
-    by [ring, member]."""
+    """Return flows in rings. Each member of a ring sends `given` bytes to the member that is `apart` positions further
+    along. `members` is indexed by [ring, member]."""
     return _alike(members, np.roll(members, -apart, axis=1), given)
 
 
@@ -178,7 +179,7 @@ def token_flows(fleet: UniformFleet, model: Model, servers: Servers) -> GpuFlows
 
 
 def _all_reduces(fleet: UniformFleet, size: float, servers: Servers) -> list[GpuFlows]:
-    """Return the all-reduce flows of a token over its attention replica, in rings inside servers and along rails."""
+    """Return the all-reduce flows of one token within an attention replica, in rings inside servers and along rails."""
     tp, each = fleet.parallelism.tp, servers.gpus_per_server
     if tp == 1:
         return []
@@ -194,7 +195,7 @@ def _all_reduces(fleet: UniformFleet, size: float, servers: Servers) -> list[Gpu
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The model (in the precision of its checkpoint), GPU and engine of generation."""
+    """The model (in the precision of its checkpoint), the GPU type and the engine type that are used for generation."""
 
     model: Model
     gpu: GpuModel
@@ -202,8 +203,8 @@ class Hardware:
 
 
 def on_fabric(hardware: Hardware, layouts: Sequence[Parallelism], where: range, fabric: SimulatedFabric) -> Profile:
-    """Return the profile of all `layouts` that fit into GPU memory and of which at least one instance fits on the GPUs.
-    Raises ValueError if no layout fits."""
+    """Return the profile of all `layouts` that fit into GPU memory and of which at least one instance fits on the GPUs
+    `where`. Raises ValueError if no layout fits."""
     configurations = []
     nominal = replace(hardware.gpu, nic_bytes_per_s=fabric.servers.nic_bytes_per_s)
     for parallelism in layouts:
@@ -244,9 +245,9 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class KvOutcome:
-    """The result of KV transfers. `ready_s` is the arrival time of the last KV by the GPUs of the destination, for
-    destinations that receive KV over the network. Requests not in `transferred` are recomputed. `seconds` is the time
-    until all transfers and recomputations have ended."""
+    """The result of KV transfers. For each destination that receives KV over the network, `ready_s` maps the
+    destination's GPUs to the time at which all of its KV has arrived. Requests not in `transferred` are recomputed.
+    `seconds` is the time until all transfers and recomputations have ended."""
 
     ready_s: Mapping[tuple[GpuId, ...], float]
     transferred: frozenset[RequestId]
@@ -256,16 +257,16 @@ class KvOutcome:
 
 @dataclass(frozen=True)
 class OverFabric:
-    """Simulates KV transfers over a fabric. `first_gpu` is the number of the engines' first GPU in the cluster. The
-    fabric's circuits, if it has any, are set for the transfers while the new engines start."""
+    """A simulator of KV transfers over a fabric. `first_gpu` is the number, in the cluster, of the engines' first GPU.
+    The fabric's circuits, if it has any, are set for the transfers while the new engines start."""
 
     fabric: SimulatedFabric
     first_gpu: int
     kv_bytes_per_token: float
 
     def __call__(self, leaving: Sequence[Leaving]) -> KvOutcome:
-        """Simulate the transfers. An instance whose KV would be available sooner by recomputation recomputes the KV and
-        does not use the network, whose bandwidth is then free for other instances."""
+        """Simulate the transfers. If recomputation would make an instance's KV available sooner, the instance
+        recomputes the KV and does not use the network, whose bandwidth is then free for other instances."""
         places = list(dict.fromkeys(each.destination for each in leaving))
         at = np.array([places.index(each.destination) for each in leaving], np.int64)
         again_s = np.bincount(
@@ -296,8 +297,8 @@ class OverFabric:
         )
 
     def sent(self, leaving: Sequence[Leaving]) -> TierBytes:
-        """Return the number of bytes by tier of KV transfers in the background, on the circuits that the fabric has
-        outside any period."""
+        """Return the number of bytes, by tier, that KV transfers in the background send on the circuits that the fabric
+        has outside any period."""
         return tier_bytes(self.fabric.network(None), self.shares(leaving)[0].merged()[0])
 
     def shares(self, leaving: Sequence[Leaving]) -> tuple[GpuFlows, Ints]:
@@ -327,8 +328,8 @@ class OverFabric:
 
 
 def _overlaps(source: Ints, destination: Ints) -> list[tuple[int, int, float]]:
-    """Return (source GPU, destination GPU, share of the KV) for heads spread evenly over the GPUs of both sides. Shares
-    add up to 1."""
+    """Return tuples (source GPU, destination GPU, fraction of the KV) for heads spread evenly over the GPUs of both
+    sides. The fractions add up to 1."""
     a, b = len(source), len(destination)
     cuts = sorted({*(i * b for i in range(a + 1)), *(j * a for j in range(b + 1))})  # in parts of 1 / (a * b)
     return [

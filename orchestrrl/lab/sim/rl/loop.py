@@ -9,11 +9,11 @@ bound by one step for each time that it was interrupted.
 In a synchronous loop, step k uses the version trained on all samples of the steps up to k - 1. In a one-step
 asynchronous loop, step k uses the version trained on the samples of the steps up to k - 2. With bounded staleness, a
 step begins as soon as none of its samples will exceed the bound, and uses the newest available version. If engines wait
-for weights, a longer training step may then save a sync, so that the run ends earlier. Any greedy schedule can have
-such anomalies.
+for weights, a longer training step may then save a sync, so that the run ends earlier than with a shorter training
+step. Any greedy schedule can have such anomalies.
 
 The time of a weight sync depends on the stages that run when it begins. The sync delays these stages in proportion to
-the time during which sync and stage both run.
+the time for which they run at the same time as the sync.
 """
 
 from bisect import bisect_left, bisect_right
@@ -44,7 +44,7 @@ class SampleBatch:
 
 @dataclass(frozen=True, slots=True)
 class LoopRules:
-    """The rules for the order of stages. `shared` means that the same GPUs train and generate, so that stages do not
+    """The rules for the order of stages. If `shared` is true, the same GPUs train and generate, so that stages do not
     overlap."""
 
     mode: LoopMode = LoopMode.ONE_STEP_ASYNC
@@ -63,7 +63,7 @@ class LoopRules:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The dependencies between steps that follow from sample counts."""
+    """The dependencies between generation steps and training steps that follow from sample counts."""
 
     done: tuple[int, ...]  # [generation step + 1] samples finished before it
     taken: tuple[int, ...]  # [training step + 1] samples taken before it
@@ -72,8 +72,8 @@ class Needs:
 
     @property
     def carried(self) -> int:
-        """The number of versions that are trained on samples of the steps before the last step. The last step uses the
-        newest of these versions."""
+        """The number of versions that are trained only on samples of the generation steps before the last. The last
+        generation step uses the newest of these versions."""
         return bisect_right(self.taken, self.done[-2]) - 1
 
     @classmethod
@@ -111,7 +111,8 @@ class Needs:
 
 
 def staleness(batches: Sequence[SampleBatch], begun_with: Sequence[int], taken: Sequence[int]) -> Mapping[int, int]:
-    """Return the number of samples trained on, by their lag in versions."""
+    """Return the number of samples trained on, by lag in versions. A sample's lag is the number of training steps
+    between the weights that it was begun with and the weights that it trains."""
     order: deque[tuple[int, int]] = deque(
         (version, batch.begun) for batch, version in zip(batches, begun_with, strict=True)
     )
@@ -130,7 +131,8 @@ def staleness(batches: Sequence[SampleBatch], begun_with: Sequence[int], taken: 
 def idle_shares(
     spans: Sequence[TimelineSpan], from_s: float, until_s: float, shared: bool
 ) -> Mapping[FabricStage, float]:
-    """Return the idle fraction of each stage's GPUs in the time between `from_s` and `until_s`."""
+    """Return the idle fraction of each stage's GPUs between `from_s` and `until_s`. If `shared` is true, the same GPUs
+    train and generate."""
     if until_s <= from_s:
         return {}
     busy_s = dict.fromkeys((FabricStage.TRAIN, FabricStage.GEN), 0.0)
@@ -144,7 +146,8 @@ def idle_shares(
 
 @dataclass(frozen=True, slots=True)
 class SyncTime:
-    """The duration of a weight sync. `held_s` is the delay of each stage that runs during the whole sync."""
+    """The duration of a weight sync. `held_s` is the delay, in seconds, of each stage that runs from the beginning to
+    the end of the sync."""
 
     seconds: float
     held_s: Mapping[FabricStage, float] = field(default_factory=dict)
@@ -157,8 +160,8 @@ class Slowed:
     _stretches: list[tuple[float, float, float]] = field(default_factory=list)  # begin, end, fraction of work lost
 
     def add(self, begin_s: float, end_s: float, held_s: float) -> None:
-        """Add an interval that delays work by `held_s`. An interval that overlaps the previous interval is moved to the
-        previous interval's end."""
+        """Add an interval that delays work by `held_s` in total. An interval that overlaps the previous interval is
+        shifted to begin at the previous interval's end."""
         if held_s > 0 and end_s > begin_s:
             late_s = max(0.0, self._stretches[-1][1] - begin_s) if self._stretches else 0.0
             self._stretches.append((begin_s + late_s, end_s + late_s, min(1.0, held_s / (end_s - begin_s))))
@@ -184,8 +187,8 @@ class Slowed:
 
 @dataclass(frozen=True, slots=True)
 class GenTime:
-    """The duration of a generation step. `finish_s` are the completion times of its samples from the step's beginning,
-    ascending; if empty, all samples complete at the step's end."""
+    """The duration of a generation step. `finish_s` contains the completion times of the step's samples in ascending
+    order, relative to the step's beginning. If it is empty, all samples complete at the step's end."""
 
     seconds: float
     finish_s: tuple[float, ...] = ()
@@ -200,15 +203,15 @@ class Times(Protocol):
     def train(self, step: int, samples: int, begin_s: float) -> float: ...
 
     def sync(self, version: int, begin_s: float, beside: tuple[FabricStage, ...]) -> SyncTime:
-        """Return the time of a sync. `beside` contains the stages that run when the sync begins and continue during
-        it."""
+        """Return the duration of a sync and the delays that it causes. `beside` contains the stages that run when the
+        sync begins and continue during the sync."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FixedTimes:
-    """Durations that do not depend on the time at which a stage begins: one for each step, and one for the sync of each
-    version 1, 2, ..."""
+    """Stage durations that do not depend on the time at which a stage begins. `gen_s` and `train_s` are indexed by
+    step. `sync_s` contains the sync durations of the versions 1, 2, and so on."""
 
     gen_s: Sequence[float]
     train_s: Sequence[float]
@@ -262,7 +265,7 @@ class _Line:
         return self.rules.holds is Holds.NOBODY
 
     def _wait(self, step: int) -> None:
-        """Wait until the buffer has room for the step and the weights that it needs are trained."""
+        """Wait until the buffer has room for the step's samples and the weights that the step needs are trained."""
         needed, begun = self.needs.version[step], self.needs.trained[step]
         free_s, row = self.engines_free_s, self.steps[step]
         self._schedule(max(needed, begun), needed if self._carries else 0, free_s)
@@ -273,9 +276,9 @@ class _Line:
         self._schedule(0, 0, self.engines_free_s)
 
     def _schedule(self, trained: int, carried: int, until_s: float) -> None:
-        """Schedule training steps, and syncs that no stage waits for, in the order of time. At least `trained` training
-        steps and `carried` syncs are scheduled in total, and all that begin before `until_s`. Only existing samples are
-        used, because later generation may still change the schedule."""
+        """Schedule, in the order of time, training steps and the syncs that no stage waits for. At least `trained`
+        training steps and `carried` syncs are scheduled in total, and also all that begin before `until_s`. Only
+        existing samples are used, because later generation may still change the schedule."""
         while True:
             train_s, carry_s = self._next_training_s(len(self.ready_s)), self._next_carry_s()
             enough = len(self.train_end_s) >= trained and len(self.sync_end_s) > carried
@@ -287,8 +290,8 @@ class _Line:
                 self._train(train_s)
 
     def _next_training_s(self, samples: int) -> float:
-        """Return the earliest begin of the next training step if only the first `samples` samples are used. Return inf
-        if these do not suffice."""
+        """Return the earliest time at which the next training step can begin if only the first `samples` samples are
+        used. Return inf if these samples do not suffice, or no training step remains."""
         index = len(self.train_end_s)
         if index + 1 == len(self.needs.taken) or self.needs.taken[index + 1] > samples:
             return inf
@@ -297,8 +300,8 @@ class _Line:
         return max(self.trainer_free_s, ready_s, self.engines_free_s if self.rules.shared else 0.0)
 
     def _next_carry_s(self) -> float:
-        """Return the begin of the next sync that no stage waits for. Return inf if the version is not trained yet or is
-        not used."""
+        """Return the begin time of the next sync that no stage waits for. Return inf if the sync's version is not
+        trained yet or is not used."""
         version = len(self.sync_end_s)
         if not self._carries or version > min(len(self.train_end_s), self.needs.carried):
             return inf
@@ -318,12 +321,12 @@ class _Line:
         self.train_end_s.append(end_s)
 
     def _row_of(self, index: int) -> dict[str, float]:
-        """Return the table row of the generation step that contains a training step's last sample."""
+        """Return the table row of the generation step that finished the last sample of training step `index`."""
         return self.steps[bisect_left(self.needs.done, self.needs.taken[index + 1]) - 1]
 
     def _carry(self, begin_s: float) -> None:
-        """Schedule a sync while engines continue. A delay of a generation step that is already scheduled is charged to
-        the next step."""
+        """Schedule a sync during which engines continue. If the sync delays a generation step that is already
+        scheduled, the delay is charged to the next step."""
         version = len(self.sync_end_s)
         beside = self._training_at(begin_s) + self._generation_at(begin_s, version)
         took = self._sync(version, begin_s, beside, self._row_of(version - 1))
@@ -333,13 +336,13 @@ class _Line:
         self._hold_up_training(begin_s, took)
 
     def _training_at(self, now_s: float) -> tuple[FabricStage, ...]:
-        """Return the training stage if the trainer is busy at that time."""
+        """Return the training stage if the trainer is busy at `now_s`. Otherwise, return an empty tuple."""
         next_s = self._next_training_s(len(self.ready_s) + len(self.expected_s))
         return (FabricStage.TRAIN,) if self.trainer_free_s > now_s or next_s <= now_s else ()
 
     def _generation_at(self, now_s: float, version: int) -> tuple[FabricStage, ...]:
-        """Return the generation stage if engines are busy at that time: in a scheduled step, or in the next step unless
-        that step waits for this version."""
+        """Return the generation stage if engines are busy at `now_s`, in a scheduled step or in the next step. Return
+        an empty tuple if the next step waits for `version`, or no step remains."""
         if now_s >= self.engines_free_s:
             step = len(self.begun_with) + bool(self.expected_s)
             if step == len(self.batches) or max(self.needs.version[step] + 1, self.needs.trained[step]) > version:
@@ -374,7 +377,7 @@ class _Line:
             row["train_waits_sync_s"] += self.engines_free_s - begin_s
 
     def _hold_up_training(self, now_s: float, time: SyncTime) -> None:
-        """Delay training during a sync, including the running training step."""
+        """Delay training for the duration of a sync, including the training step that is running."""
         self.training.add(now_s, now_s + time.seconds, time.held_s.get(FabricStage.TRAIN, 0.0))
         held_s = self.training.held_s(now_s, max(0.0, self.trainer_free_s - now_s))
         if held_s <= 0:
@@ -420,7 +423,7 @@ class _Line:
         self.spans.append(TimelineSpan(lane, stage, step, begin_s, end_s, label))
 
 
-# Columns of each generation step: times of its stages, the part of them that is delay by syncs, and waiting times.
+# Columns of each generation step: times of its stages, the delays by syncs that these times include, and waiting times.
 ROW = (
     "gen_s",
     "train_s",
@@ -435,9 +438,9 @@ ROW = (
 
 
 def run_loop(rules: LoopRules, batches: Sequence[SampleBatch], times: Times, *, warmup_steps: int = 0) -> RlRun:
-    """Return the run up to the end of the last training step, without the names of its fabric and arm. The rate and
-    idle fractions cover the time after training on the warm-up's samples. Raises ValueError if sample counts prevent a
-    step from beginning."""
+    """Return the results of a run. The caller sets the fabric, arm and seed. The throughput and the idle fractions
+    cover the time from the end of training on the warm-up steps' samples to the end of the last training step. Raises
+    ValueError if sample counts prevent a step from beginning."""
     line = _Line(rules, batches, times, Needs.of(rules, batches))
     line.run()
     trained = line.needs.taken[len(line.train_end_s)]

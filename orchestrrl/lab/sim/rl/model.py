@@ -22,7 +22,7 @@ SCHEMES = ("tree", "naive", "two_stage")  # ways to distribute a weight version 
 
 
 class Holds(StrEnum):
-    """The sides that pause during a weight sync."""
+    """The sides (trainer, engines) that pause during a weight sync."""
 
     BOTH = "both"  # the trainer and the engines pause
     ENGINES = "engines"  # the trainer continues, and sends a copy of the weights
@@ -48,8 +48,9 @@ class GenStage:
 
 @dataclass(frozen=True, slots=True)
 class TrainStage:
-    """A training step: passes for log-probabilities, then optimiser steps. The parts in `parts_s`, `log probs` and the
-    parts of all optimiser steps, add up to `seconds`. `mfu` includes the FLOPs of the log-probability passes."""
+    """A training step: passes for log-probabilities, then optimiser steps. `parts_s` contains the time of the
+    log-probability passes and the times of the parts of all optimiser steps, which add up to `seconds`. `mfu` includes
+    the FLOPs of the log-probability passes."""
 
     seconds: float
     mfu: float
@@ -59,7 +60,7 @@ class TrainStage:
 
 
 class SyncCourse(StrEnum):
-    """The alternative uses of the fabric's circuits by a weight sync."""
+    """The ways in which a weight sync can use the fabric's circuits."""
 
     KEEP = "keep"  # the current circuits
     CHANGE = "change"  # once, for the whole sync
@@ -68,8 +69,9 @@ class SyncCourse(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SyncStage:
-    """The sync of a weight version to every engine. `bound_s` is a lower bound for any plan on these links. `held_s` is
-    the delay in seconds of each stage that sends during the whole sync. No stage sends while circuits change."""
+    """The sync of a weight version to every engine. `bound_s` is a lower bound on the duration of any plan on the
+    fabric's links. `held_s` is the delay, in seconds, of each stage that sends from the beginning to the end of the
+    sync. The delay includes the time of circuit changes, during which no stage sends."""
 
     seconds: float
     phases_s: Mapping[str, float]  # circuits; phase A, until the last bytes from other PoDs have arrived; phase B
@@ -97,7 +99,8 @@ class TimelineSpan:
 
 @dataclass(frozen=True, slots=True)
 class RlRun:
-    """The results of one arm on one fabric and seed. Rates exclude the first steps, in which the pipeline fills."""
+    """The results of one arm on one fabric and seed. `samples_per_s` and `idle_share` exclude the first steps, in which
+    the pipeline fills."""
 
     fabric: str
     arm: str

@@ -1,7 +1,7 @@
 """Store the results of cluster simulations in one file per scenario, and summarise results in table rows.
 
-A file is named by the digest of its scenario and written atomically, so that a restarted sweep finds the results that
-are complete. Reading returns exactly the results that were written.
+A file is named by the digest of its scenario and written atomically, so that a restarted sweep can find the scenarios
+whose results are complete. Reading a file returns exactly the results that were written.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ SUFFIX = ".json"
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """The price of a cluster. `network_usd` is the sum of `parts_usd`, the prices by network component."""
+    """The price of a cluster. `parts_usd` contains the prices by network component, and `network_usd` is their sum."""
 
     network_usd: float
     parts_usd: Mapping[str, float] = field(default_factory=dict)
@@ -56,8 +56,8 @@ class ClusterResult:
 
     @property
     def samples_per_s_per_musd(self) -> float:
-        """The throughput per million dollars of network cost, the throughput per dollar of the OrchestrRL paper
-        (section 7.3)."""
+        """The throughput per million dollars of network cost, or 0 if the cost is unknown. Section 7.3 of the
+        OrchestrRL paper calls this value throughput per dollar."""
         return self.run.samples_per_s / self.bill.network_usd * 1e6 if self.bill.network_usd else 0.0
 
 
@@ -86,7 +86,8 @@ def as_text(scenario: Mapping[str, Any], results: Sequence[ClusterResult]) -> st
 
 
 def write(folder: Path, scenario: Mapping[str, Any], results: Sequence[ClusterResult]) -> Path:
-    """Write the results to a file named by the scenario's digest, atomically. Return its path."""
+    """Atomically write the results to a file in `folder` that is named by the scenario's digest. Return the file's
+    path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{digest_of(scenario)}{SUFFIX}"
     temporary = folder / f".{uuid4().hex}.part"  # created with default permissions, unlike files of tempfile
@@ -100,8 +101,8 @@ def write(folder: Path, scenario: Mapping[str, Any], results: Sequence[ClusterRe
 
 
 def read(source: Path) -> tuple[ClusterResult, ...]:
-    """Read the results of a file, or of all files of a folder in the order of names. Raises ProblemFaults with the
-    faults of each file."""
+    """Read the results of a file, or of all result files in a folder in the order of their names. Raises ProblemFaults
+    with the faults of each file, or if a folder contains no results."""
     paths = sorted(source.glob(f"*{SUFFIX}")) if source.is_dir() else [source]
     if not paths:
         raise ProblemFaults([f"{source}: contains no results (*{SUFFIX})"])
@@ -129,8 +130,8 @@ def parse(text: str) -> list[ClusterResult]:
 
 
 def complete(folder: Path, digests: Iterable[str]) -> set[str]:
-    """Return the scenario digests whose file in the folder is readable and contains all runs. `sim run` writes a file
-    after each run."""
+    """Return the scenario digests whose file in `folder` is readable and contains all runs of the scenario. A file may
+    contain only some runs, because `sim run` writes it after each run."""
     found = set()
     for digest in digests:
         try:
@@ -149,8 +150,9 @@ def runs_of(scenario: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SummaryRow:
-    """The summary of an arm on a fabric. `gain` is samples per second relative to the first row. `pareto` is true if no
-    other row has at least this throughput for at most this cost and is better in throughput or cost."""
+    """The summary of an arm on a fabric. `gain` is the throughput, and `gain_per_usd` the throughput per network cost,
+    relative to the first row. `pareto` is true if no other row has at least this throughput for at most this network
+    cost and is better in one of the two."""
 
     fabric: str
     arm: str
@@ -172,7 +174,7 @@ class SummaryRow:
 
 
 def rows(results: Sequence[ClusterResult]) -> list[SummaryRow]:
-    """Return one summary row per fabric and arm, in the order of the results."""
+    """Return one summary row per fabric and arm, in the order in which they first appear in `results`."""
     groups: dict[tuple[str, str], list[ClusterResult]] = {}
     for result in results:
         groups.setdefault((result.run.fabric, result.run.arm), []).append(result)
@@ -207,7 +209,7 @@ def rows(results: Sequence[ClusterResult]) -> list[SummaryRow]:
 
 
 def _mean_s(result: ClusterResult, *names: str) -> float:
-    """Return the sum of the named columns in seconds, as the mean over the steps after the warm-up."""
+    """Return the sum of the named columns in seconds per step, averaged over the steps after the warm-up."""
     measured = result.run.steps[int(result.scenario["loop"]["warmup_steps"]) :]
     return sum(step[name] for step in measured for name in names) / len(measured)
 
@@ -227,6 +229,6 @@ def _ratio(ours: float, theirs: float) -> float:
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[bool]:
-    """Return whether each (cost, worth) pair is Pareto optimal: no other pair is as good in both values and better in
-    one."""
+    """Return, for each (cost, worth) pair, whether it is Pareto optimal: no different pair has at most its cost and at
+    least its worth."""
     return [not any(c <= cost and w >= worth and (c, w) != (cost, worth) for c, w in points) for cost, worth in points]

@@ -1,10 +1,10 @@
 """Run each arm of a cluster scenario on each fabric with each seed, with the same requests. Also search for the split
 of GPUs between training and generation that has the highest throughput.
 
-StreamRL divides a budget in the same way (arXiv 2504.15930, its resource allocation): it times training and generation
-under each split, and chooses the split whose slower stage is fastest. The search in this module compares the throughput
-of the simulated loop. This loop includes weight sync, waiting, and modes in which stages do not overlap. The search
-assumes that more GPUs never make a stage longer, so that throughput has a single peak.
+StreamRL divides a GPU budget in a similar way (arXiv 2504.15930, its resource allocation): it times training and
+generation under each split, and chooses the split whose slower stage is fastest. The search in this module compares the
+throughput of the simulated loop, which includes weight sync, waiting, and modes in which stages do not overlap. The
+search assumes that more GPUs never make a stage longer, so that throughput has a single peak.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,9 +36,9 @@ def run_cluster(
     report: Report = lambda what, done, total: None,
     keep: Callable[[Sequence[ClusterResult]], None] = lambda results: None,
 ) -> list[ClusterResult]:
-    """Run the scenario and return the results by fabric, arm and seed. After each run, `keep` is called with all
-    results so far. Raises ProblemFaults if no engine can hold the longest request, and Permanent if a permanent fault
-    prevents a stage from ending or sample counts prevent a step from beginning."""
+    """Run the scenario and return the results in the order of fabrics, arms and seeds. After each run, `keep` is called
+    with all results so far. Raises ProblemFaults if no engine can hold the longest request. Raises Permanent if a
+    permanent fault prevents a stage from ending, or sample counts prevent a step from beginning."""
     arms, seeds = scenario.generation.arms, scenario.seeds
     total = len(scenario.fabrics) * len(arms) * len(seeds)
     results: list[ClusterResult] = []
@@ -181,9 +181,9 @@ def _thinned(points: Sequence[Point]) -> tuple[Point, ...]:
 
 Found = TypeVar("Found")
 
-FINEST = 32  # the search step is at least this fraction of the cluster
+FINEST = 32  # greatest number of splits among which the search chooses
 FIRST = 5  # splits tried before the search narrows
-# Splits within this fraction of the most throughput count as equal: the assignment of prompts to engines causes
+# Splits within this fraction of the highest throughput count as equal: the assignment of prompts to engines causes
 # differences of the same size.
 ALIKE = 0.02
 
@@ -211,9 +211,10 @@ def splits(
     report: Report = lambda what, done, total: None,
     keep: Callable[[ClusterResult], object] = lambda result: None,
 ) -> list[GpuSplit]:
-    """Search for the best split on one fabric (by default the first), with one arm and the first seed. Return all
-    splits that were tried, ordered by the number of training GPUs. `keep` is called with the result of each split.
-    Raises ProblemFaults if an argument is invalid, there are no GPUs to split, or no split works."""
+    """Search for the best split of GPUs between training and generation on one fabric (by default the first), with one
+    arm and the first seed. Return all splits that were tried, ordered by the number of training GPUs. `keep` is called
+    with the result of each split. Raises ProblemFaults if an argument is invalid, there are no GPUs to split, or no
+    split works."""
     faults = faults_of(scenario, fabric, arm)
     if faults:
         raise ProblemFaults(faults)
@@ -251,10 +252,10 @@ def train_counts(scenario: ClusterScenario) -> list[int]:
 
 
 def search(count: int, tried: Callable[[int], Found | None], worth: Callable[[Found], float]) -> list[Found]:
-    """Search `count` ordered positions for the peak of `worth` (> 0), and return the results of all tried positions.
-    First try positions over the whole range, then positions between the best position and its neighbours. If several
-    positions are equally good, the first of them is the best. `tried` returns None for a position that does not
-    work."""
+    """Search `count` ordered positions for the peak of `worth` (> 0), and return the results of all tried positions
+    that work. First try positions over the whole range, then positions between the best position and its neighbours.
+    Positions within the fraction ALIKE of the highest value count as equally good, and the first of them is the best.
+    `tried` returns None for a position that does not work."""
     first = sorted({round(i * (count - 1) / (FIRST - 1)) for i in range(FIRST)}) if count else []
     known = {place: tried(place) for place in first}
     while True:
@@ -300,7 +301,7 @@ def _tried(
 
 
 def with_split(scenario: ClusterScenario, train_gpus: int) -> ClusterScenario:
-    """Return the scenario with `train_gpus` GPUs for training and the remaining GPUs for generation. The degree dp
-    follows from the numbers of GPUs."""
+    """Return the scenario with `train_gpus` GPUs for training and the remaining GPUs for generation. The data-parallel
+    degree follows from `train_gpus`."""
     sides = {"train_gpus": train_gpus, "gen_gpus": scenario.cluster.gpus - train_gpus}
     return scenario.model_copy(update={"cluster": scenario.cluster.model_copy(update=sides)})

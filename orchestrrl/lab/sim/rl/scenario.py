@@ -1,8 +1,8 @@
 """Read a scenario of the cluster simulator from YAML, and report all of its faults at once, with path and value.
 
-A scenario contains a daemon's configuration (`daemon`, and the fleet that follows from `generation`) plus a workload. A
-simulated cluster can therefore be deployed, see stages.py. GPUs are numbered from 0: first those that train, then those
-that generate.
+A scenario contains a daemon's configuration (`daemon`, and the fleet that follows from `generation`) plus a workload.
+The engines of a simulated cluster can therefore be deployed (see stages.py). GPUs are numbered from 0: the GPUs that
+train come first, then the GPUs that generate.
 """
 
 import re
@@ -54,8 +54,8 @@ _AFD = re.compile(r"afd(\d+)\+(\d+)(?:x(\d+))?(?:tp(\d+))?")
 
 
 def layout_named(name: str) -> Parallelism:
-    """Parse the name of a layout, such as `tp8`, `tp8ep8`, `tp1dp16ep16` or `afd24+16x3`, as
-    planner.cost.predict.identifier writes it. Raises ValueError if the name is not that of a layout."""
+    """Parse the name of a layout, such as `tp8`, `tp8ep8`, `tp1dp16ep16` or `afd24+16x3`. Names have the format of
+    planner.cost.predict.identifier. Raises ValueError if `name` is not the name of a layout."""
     if match := _AFD.fullmatch(name):
         attention, ffn, micro_batches, tp = (int(number or 1) for number in match.groups())
         return Parallelism(tp=tp, attention_gpus=attention, ffn_gpus=ffn, micro_batches=micro_batches)
@@ -71,8 +71,8 @@ def _is_layout(name: str) -> str:
 
 
 class ClusterSection(ScenarioSection):
-    """The servers and GPUs of the cluster. `shared` means that the same GPUs train and generate alternately, and
-    gen_gpus is absent."""
+    """The servers and GPUs of the cluster. If `shared` is true, the same GPUs train and generate alternately, and
+    `gen_gpus` must be absent."""
 
     train_gpus: Count
     gen_gpus: Count | None = None
@@ -103,12 +103,12 @@ class ClusterSection(ScenarioSection):
 
     @property
     def generating(self) -> range:
-        """The GPUs that generate."""
+        """The numbers of the GPUs that generate."""
         return range(self.train_gpus) if self.gen_gpus is None else range(self.train_gpus, self.gpus)
 
 
 class ClusterFabricSection(ScenarioSection):
-    """A fabric of the scenario. `options` are the options of the fabric's kind, e.g. servers per ToR and per PoD."""
+    """A fabric of the scenario. `options` are the options of the fabric's kind, e.g. the number of servers per ToR."""
 
     kind: Name
     name: Name | None = None  # by default the kind
@@ -120,7 +120,7 @@ class ClusterFabricSection(ScenarioSection):
 
 
 class TrainingSection(ScenarioSection):
-    """The parallelism and the recipe of a training step. dp follows from the number of GPUs."""
+    """The parallelism and the recipe of a training step. The data-parallel degree follows from the number of GPUs."""
 
     tp: Count = 1
     cp: Count = 1
@@ -135,8 +135,9 @@ class TrainingSection(ScenarioSection):
     recovery_s: NotNegative = 120.0  # time to replace a failed server and restart the iteration
 
     def shares(self, samples: int) -> tuple[tuple[int, int], ...]:
-        """Return (samples of an optimiser step, number of such steps) for an even division of the samples, larger steps
-        first. If there are fewer samples than updates, each step has one sample."""
+        """Return pairs (number of samples in an optimiser step, number of steps of this size), larger steps first. The
+        samples are divided evenly among the updates of an epoch. If there are fewer samples than updates, each step has
+        one sample."""
         updates = min(self.updates, samples)
         each, more = divmod(samples, updates)
         found = ((each + 1, more * self.epochs), (each, (updates - more) * self.epochs))
@@ -144,8 +145,9 @@ class TrainingSection(ScenarioSection):
 
 
 class GenerationSection(ProfiledSection):
-    """The workload of each step and the engines. By default, all plausible layouts are considered. The step times of
-    engines are predicted from model and GPU, and from the fabric's bandwidth for engines that span servers."""
+    """The workload of each step and the engines. By default, all plausible layouts are considered. Without a profile,
+    the step times of engines are predicted from the model and the GPU, and, for engines that span servers, from the
+    fabric's bandwidth."""
 
     workload: WorkloadSection
     layouts: tuple[Annotated[str, AfterValidator(_is_layout)], ...] = ()  # excludes profile
@@ -173,8 +175,8 @@ class WeightSyncSection(ScenarioSection):
 
 
 class LoopSection(ScenarioSection):
-    """The rules of the RL loop. The first `warmup_steps` steps fill the pipeline and train the forecast; rates exclude
-    these steps."""
+    """The rules of the RL loop. The first `warmup_steps` steps fill the pipeline and train the forecast, and are
+    excluded from rates."""
 
     mode: LoopMode = LoopMode.ONE_STEP_ASYNC
     staleness: Number | None = None  # bound in versions, for bounded_staleness
@@ -229,7 +231,7 @@ class ClusterScenario(ScenarioSection):
 
     @property
     def samples(self) -> int:
-        """The number of samples of a step."""
+        """The number of samples that a generation step begins."""
         return self.generation.workload.prompts * self.generation.workload.samples
 
     @property
@@ -255,7 +257,8 @@ class ClusterScenario(ScenarioSection):
         )
 
     def fabric_options(self, section: ClusterFabricSection) -> dict[str, Any]:
-        """Return the section's options. Missing options that the fabric's kind has are taken from the cluster."""
+        """Return the section's options. Options that are missing in the section, but supported by the fabric's kind,
+        are taken from the cluster."""
         cluster = self.cluster
         usual = {name: getattr(cluster, name) for name in SIZES} | {
             "train_servers": None if cluster.shared else cluster.train_gpus // cluster.gpus_per_server
@@ -265,8 +268,8 @@ class ClusterScenario(ScenarioSection):
         return given | section.options
 
     def fabric(self, section: ClusterFabricSection, **made: object) -> SimulatedFabric:
-        """Build the fabric of a section. `made` contains computed options, see stages.job_demand. Raises ImpossibleSite
-        with all faults of the options."""
+        """Build the fabric of a section. `made` contains options that are computed instead of configured, such as
+        `demand` (see stages.job_demand). Raises ImpossibleSite with all faults of the options."""
         return build(section.kind, self.servers, **(self.fabric_options(section) | made))
 
     @property
@@ -278,7 +281,8 @@ class ClusterScenario(ScenarioSection):
     def train_job(
         self, sequences: int, tokens: float, length_cv: float = 0.0, constants: TrainConstants = MEGATRON
     ) -> TrainJob:
-        """Return the training job on `sequences` samples of mean length `tokens`, including prompts."""
+        """Return the training job on `sequences` samples. `tokens` is the mean length of a sample including its
+        prompt."""
         return TrainJob(
             model=self.model_value,
             gpu=self.gpu_value,
@@ -313,7 +317,7 @@ class ClusterScenario(ScenarioSection):
 
     def document(self) -> dict[str, Any]:
         """Return the scenario's document with all defaults filled in. Parsing the document gives the same scenario,
-        except that the name of a profile file is relative to the scenario's folder."""
+        provided that the name of a profile file is still taken relative to the scenario's folder."""
         return self.model_dump(mode="json", exclude={"generation": {"workload": set(_OF_THE_LOOP)}})
 
 
@@ -322,19 +326,20 @@ SMALLEST = "cluster64"
 
 
 def load_cluster_scenario(source: str) -> ClusterScenario:
-    """Load a scenario from a file, or the built-in scenario of that name. Raises ProblemFaults with all faults of the
+    """Load a scenario from a file, or the built-in scenario named `source`. Raises ProblemFaults with all faults of the
     scenario."""
     text, folder = scenario_text(source, FOLDER)
     return scenario_of(parse_yaml(text), folder)
 
 
 def scenario_of(document: Any, folder: Path = Path()) -> ClusterScenario:
-    """Validate a parsed document as load_cluster_scenario does. The name of a profile file is relative to `folder`."""
+    """Return the scenario in a parsed document. The name of a profile file is relative to `folder`. Raises
+    ProblemFaults with all faults of the document."""
     return validated(document, folder, ClusterScenario, "generation", _CHECKS)
 
 
 def faults_between_sections(scenario: ClusterScenario) -> list[str]:
-    """Return the faults in the combination of sections that are valid individually."""
+    """Return the faults of a scenario whose sections are valid individually but not in combination."""
     return [fault for check in _CHECKS for fault in check(scenario)]
 
 
@@ -358,7 +363,7 @@ def _layout_faults(scenario: ClusterScenario) -> Iterable[str]:
 
 
 def _memory_faults(scenario: ClusterScenario) -> Iterable[str]:
-    """Yield a fault if the largest optimiser step, with samples of the expected length, exceeds GPU memory."""
+    """Yield a fault if the largest optimiser step, with samples of the expected length, cannot fit into GPU memory."""
     if any(_layout_faults(scenario)):
         return
     size = scenario.training.shares(scenario.loop.batch_samples or scenario.samples)[0][0]
@@ -402,7 +407,8 @@ def _fabric_faults(scenario: ClusterScenario) -> Iterable[str]:
 
 
 def _tor_and_pod_faults(scenario: ClusterScenario) -> Iterable[str]:
-    """Yield a fault for each size that the cluster sets for all fabrics although some fabric has no such option."""
+    """Yield a fault for each size (`servers_per_tor`, `servers_per_pod`) that the cluster section sets for all fabrics
+    although some fabric has no such option."""
     for name in SIZES:
         without = [
             f"fabrics[{index}] ({section.kind})"
@@ -439,8 +445,8 @@ def _fault_faults(scenario: ClusterScenario) -> Iterable[str]:
 
 
 def _uplink_faults(scenario: ClusterScenario, fault: ClusterFaultSection) -> Iterable[str]:
-    """Yield a fault for each fabric that lacks a ToR or PoD that fails. Each fabric is checked by simulating the loss
-    of a fraction of 0 of the highest-numbered ToR or PoD."""
+    """Yield an error message for each fabric that lacks a ToR or PoD named in `fault`. Each fabric is checked by
+    simulating a failure that loses none of the uplinks of the highest-numbered ToR or PoD in `fault`."""
     none_lost = {max(fault.of): 0.0}
     failures, parts = {
         FaultyPart.TOR_UPLINKS: (SimulatedFailures(tor_uplinks=none_lost), "ToRs"),

@@ -1,13 +1,13 @@
 """Compute the stages of a scenario on one fabric, for each set of network failures. Each result is computed once.
 
-Training and generation use separate servers, and their traffic is assumed not to interfere. Weight sync shares links
-with both stages, if they continue during the sync. Weights go to the fleet of the tuned static baseline. A failed
-engine, or a failed server that generates, reduces the generation speed by its fraction of the GPUs. A failed server
-that trains is replaced (see faults.py).
+The traffic of training is assumed not to interfere with that of generation, because the two stages use separate servers
+or alternate. Weight sync shares links with both stages if they continue during the sync. Weights are sent to the fleet
+of the tuned static baseline. A failed engine, or a failed server that generates, reduces the generation speed by its
+fraction of the generating GPUs. A failed server that trains is replaced (see faults.py).
 
-A fabric that is built for one job is built for the job's expected traffic in a step. TopoOpt's topology is computed
-from this traffic and then fixed (section 4 of the TopoOpt paper, NSDI 2023). The traffic consists of the collectives of
-optimiser steps, engines' exchanges between servers, and weight sync.
+Some fabrics are built for one job. TopoOpt's topology is computed from the job's expected traffic in a step and then
+fixed (section 4 of the TopoOpt paper, NSDI 2023). The traffic consists of the collectives of optimiser steps, engines'
+exchanges between servers, and weight sync.
 
 The engines of a scenario, with their curves on a fabric, can be written as a daemon's configuration.
 """
@@ -52,8 +52,8 @@ from planner.cost.profile import EngineProfile
 def fabric_for(
     scenario: ClusterScenario, section: ClusterFabricSection, constants: TrainConstants = MEGATRON
 ) -> SimulatedFabric:
-    """Return the section's fabric, built for the scenario's job if its kind requires that. Raises ImpossibleSite with
-    all faults of its options."""
+    """Return the section's fabric. If the fabric's kind has the option `demand`, the fabric is built for the scenario's
+    job. Raises ImpossibleSite with all faults of the section's options."""
     plain = scenario.fabric(section)
     if "demand" not in options_of(section.kind):
         return plain
@@ -61,8 +61,8 @@ def fabric_for(
 
 
 def job_demand(scenario: ClusterScenario, plain: SimulatedFabric, constants: TrainConstants = MEGATRON) -> GpuFlows:
-    """Return the traffic of one step of the job. `plain` is the fabric built without a demand, for which the sync is
-    planned."""
+    """Return the traffic of one step of the job. `plain` is the same fabric built without a demand. The weight sync in
+    this traffic is planned on `plain`."""
     cluster, servers, tokens = scenario.cluster, scenario.servers, mean_tokens(scenario.generation.workload)
     job = scenario.train_job(scenario.loop.batch_samples or scenario.samples, tokens, constants=constants)
     parts = [
@@ -126,7 +126,7 @@ class FabricStages:
         return self._once(key, lambda: generation_stages(self.ready(failed), arm, seed, steps))
 
     def train(self, failed: SimulatedFailures, job: TrainJob) -> TrainingIteration:
-        """Return the simulated optimiser step of training on the job's samples."""
+        """Return the simulated optimiser step on the samples of `job`."""
         key = ("train", failed, job)
         return self._once(key, lambda: iteration(job, self.without(failed)))
 
@@ -153,7 +153,8 @@ class FabricStages:
         return self._once(("beside", job), lambda: training_beside(job, recipe, seconds, servers))
 
     def generation_sends(self, fleet: UniformFleet, tokens_per_s: float) -> Beside:
-        """Return the mean traffic of generation, in bytes per second."""
+        """Return the traffic that the engines of `fleet` send on average, in bytes per second, if they process
+        `tokens_per_s` together."""
         key, model = ("beside", fleet.parallelism, tokens_per_s), self.scenario.model_value
         return self._once(key, lambda: generation_beside(fleet, model, tokens_per_s, self.fabric.servers))
 
@@ -165,7 +166,8 @@ class FabricStages:
 
 @dataclass
 class ArmTimes:
-    """The durations of the loop's stages of one arm and seed under faults. The class implements loop.Times."""
+    """The durations of the loop's stages for one arm and seed, including the effects of faults. The class implements
+    loop.Times."""
 
     stages: FabricStages
     arm: str
@@ -194,7 +196,7 @@ class ArmTimes:
 
     @cached_property
     def fleet(self) -> UniformFleet:
-        """The fleet that receives weights."""
+        """The fleet to which weights are sent, which is that of the tuned static baseline."""
         fabric, where = self.stages.fabric, self.stages.scenario.cluster.generating
         return deployed(self.stages.tuned(self.seed).parallelism, where, fabric.servers, fabric.pods)
 
@@ -219,8 +221,8 @@ class ArmTimes:
         return with_lost_work_s(self._schedule, begin_s, seconds, servers, scenario.training.recovery_s)
 
     def sync(self, version: int, begin_s: float, beside: tuple[FabricStage, ...]) -> SyncTime:
-        """Return the time of a sync. Failures lengthen the sync; the concurrent stages `beside` lose the same fraction
-        of their time as without failures."""
+        """Return the duration of a sync and the delays of the concurrent stages `beside`. Failures lengthen the sync,
+        and the delays grow in proportion to the sync's duration."""
 
         def seconds(now_s: float) -> float:
             failed = self._schedule.network(now_s)
@@ -232,8 +234,8 @@ class ArmTimes:
         )
 
     def sync_stage(self, failed: SimulatedFailures, beside: tuple[FabricStage, ...] = ()) -> SyncStage:
-        """Return a sync that shares links with the traffic of the concurrent stages `beside`, or runs alone if there
-        are none."""
+        """Return a sync that shares links with the traffic of the concurrent stages `beside`. If `beside` is empty, the
+        sync runs alone."""
         job = self.job(self.batches[-1].finished)
         return self.stages.sync(failed, self.fleet, job, tuple(self._sends(stage, job) for stage in beside))
 
@@ -255,7 +257,7 @@ class ArmTimes:
         return _or_never(failed, lambda: self.stages.gen(failed, self.arm, self.seed)[step].seconds / left)
 
     def _failed_fraction(self, now_s: float) -> float:
-        """Return the failed fraction of the GPUs that generate."""
+        """Return the fraction of the generating GPUs that have failed at `now_s`."""
         cluster, size = self.stages.scenario.cluster, self.stages.scenario.cluster.gpus_per_server
         gpus: set[int] = set()
         for fault in self._schedule.holding(now_s, FaultyPart.SERVER):
@@ -277,8 +279,8 @@ def _or_never(failed: SimulatedFailures, seconds: Callable[[], float]) -> float:
 
 
 def lane_of(scenario: ClusterScenario, part: FaultyPart, number: int) -> FabricStage:
-    """Return the stage to whose lane a failed component belongs: generation for engines, and for NICs and servers that
-    generate. All other components belong to training."""
+    """Return the stage in whose lane of the time line the failure of component `number` is shown. Engines, and NICs and
+    servers that generate, belong to generation. All other components belong to training."""
     cluster = scenario.cluster
     per = {
         FaultyPart.NIC: cluster.gpus_per_server // cluster.nics_per_server,
@@ -290,9 +292,9 @@ def lane_of(scenario: ClusterScenario, part: FaultyPart, number: int) -> FabricS
 
 
 def write_daemon(scenario: ClusterScenario, fabric: str | None, path: Path) -> list[Path]:
-    """Write a daemon's configuration for the scenario's engines, and the engine profile that it names, into the same
-    folder. `fabric` is the title of a fabric; None means the first fabric. Return the paths of both files. Raises
-    ProblemFaults if the title is unknown or no engine configuration fits."""
+    """Write a daemon's configuration for the scenario's engines to `path`, and the engine profile that it names to the
+    same folder. `fabric` is the title of a fabric; None means the first fabric. Return the paths of both files. Raises
+    ProblemFaults if the title is unknown, no engine configuration fits, or a file cannot be written."""
     titles = [each.title for each in scenario.fabrics]
     if fabric is not None and fabric not in titles:
         raise ProblemFaults([f"--fabric: must be one of {', '.join(titles)}, got {fabric!r}"])

@@ -1,11 +1,11 @@
-"""Run a sweep, a grid of scenarios that differ from a base scenario at given paths, in local processes or as tasks of a
-Ray cluster.
+"""Run a sweep, which is a grid of scenarios that differ from a base scenario at given paths, in local processes or as
+tasks of a Ray cluster.
 
-Each point's results are a separate file, named by the digest of its scenario and written atomically. An interrupted
-sweep resumes where it stopped, and a failed point does not affect the others.
+The results of each point are written atomically to a separate file, which is named by the digest of the point's
+scenario. An interrupted sweep resumes where it stopped, and a failed point does not affect other points.
 
-To use Ray, OrchestrRL must be installed on the cluster's nodes. Results return over Ray and are written on this
-machine. A profile file that a scenario names must exist at the same path on the nodes.
+A sweep on Ray requires that OrchestrRL is installed on the cluster's nodes. Results are returned over Ray and written
+on this machine. A profile file that a scenario names must exist at the same path on the nodes.
 """
 
 import copy
@@ -35,9 +35,9 @@ _PART = re.compile(r"([A-Za-z_][A-Za-z_0-9]*)((?:\[\d+\])*)")
 
 
 class SweepSection(ScenarioSection):
-    """The document of a sweep. `base` is the name or the file of a cluster scenario. `set` changes the base scenario
-    for all points. `grid` defines one point for every combination of values, at paths such as cluster.nic_gbps or
-    fabrics[0].options.ratio."""
+    """The document of a sweep. `base` is the name or the file of a cluster scenario. `set` contains values that apply
+    to all points, by their path in the scenario, such as cluster.nic_gbps or fabrics[0].options.ratio. `grid` contains
+    a list of values for each path. Every combination of these values is a point."""
 
     base: Annotated[str, Field(min_length=1)]
     set: dict[str, Any] = Field(default_factory=dict)
@@ -46,8 +46,8 @@ class SweepSection(ScenarioSection):
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """A point of the grid. `document` is the point's scenario with all defaults filled in; None if `fault` contains an
-    error."""
+    """A point of the grid. `values` contains the point's values by path. `document` is the point's scenario with all
+    defaults filled in, or None if the scenario is invalid. `fault` is an error message, or empty."""
 
     values: Mapping[str, Any]
     document: Mapping[str, Any] | None
@@ -80,8 +80,8 @@ class Swept:
 
 
 def load_sweep(path: Path) -> list[SweepPoint]:
-    """Return all points of a sweep file, in the order of the grid. Raises ProblemFaults with the faults of the file, or
-    with the faults of the first scenario if no scenario is valid."""
+    """Return all points of a sweep file, in the order of the grid. Raises ProblemFaults with the faults of the sweep
+    file, or with the faults of the first scenario if no scenario is valid."""
     document = parse_yaml(read_text(path))
     if not isinstance(document, dict):
         raise ProblemFaults([f"(document): must be a mapping, got {shorten(document)}"])
@@ -115,7 +115,8 @@ def points_of(section: SweepSection, folder: Path) -> list[SweepPoint]:
 
 
 def _base(source: str, folder: Path) -> tuple[dict[Any, Any], Path]:
-    """Return the base document and its folder. A file name in the sweep is relative to the sweep's folder."""
+    """Return the document of the base scenario `source`, and the folder to which file names in the document are
+    relative. If `source` is a file name, it is relative to `folder`, the sweep's folder."""
     if Path(source).suffix in (".yaml", ".yml"):
         source = str(folder / source)
     try:
@@ -155,7 +156,7 @@ def _parts(path: str) -> list[str | int]:
 
 def put(document: dict[Any, Any], path: str, value: Any) -> None:
     """Set a value at a path of a document, in place. Missing sections are created. Raises ValueError if the path leads
-    through a value that is not a section or list."""
+    through a value that is not a section or list, or to a list element that does not exist."""
     *sections, last = _parts(path)
     place: Any = document
     for part in sections:
@@ -181,8 +182,8 @@ def sweep(
     *,
     again: bool = False,
 ) -> Swept:
-    """Run the points that have no complete results file, or all points if `again` is true. Points with equal scenarios
-    run once."""
+    """Run the points that have no complete results file in `folder`, or all points if `again` is true. Points with
+    equal scenarios run only once."""
     sound = [point for point in points if not point.fault]
     digests = {point.digest: point for point in sound}
     there = set() if again else complete(folder, digests)
@@ -199,7 +200,8 @@ def sweep(
 
 
 def _written(folder: Path, point: SweepPoint, found: PointResults | Exception) -> str:
-    """Write the results of a point. Return an error message, or an empty string on success."""
+    """Write the results of a point to a file. Return an empty string on success. Return an error message if the point
+    has failed or the file cannot be written."""
     assert point.document is not None
     if not isinstance(found, list):
         return str(found)
@@ -226,7 +228,8 @@ def run_point(point: SweepPoint) -> PointResults:
 def in_processes(
     points: Sequence[SweepPoint], at_once: int | None = None
 ) -> Iterator[tuple[SweepPoint, PointResults | Exception]]:
-    """Run points in local processes, `at_once` at a time; by default one per core."""
+    """Run points in local processes, at most `at_once` at a time (by default one per core). Yield each point with its
+    results or its error."""
     return run_tasks(run_point, points, at_once, ["orchestrrl.lab.sim.rl.run"])
 
 
@@ -235,8 +238,8 @@ CONNECT_S = 10.0
 
 
 def on_ray(points: Sequence[SweepPoint], address: str) -> Iterator[tuple[SweepPoint, PointResults]]:
-    """Run points on an existing Ray cluster. `address` is `auto` or HOST:PORT. This function does not start a
-    cluster."""
+    """Run points on an existing Ray cluster, and yield each point with its results or its error message. `address` is
+    `auto` or HOST:PORT. Raises Permanent if Ray is not installed, and Retryable if no cluster responds at `address`."""
     if find_spec("ray") is None:
         raise Permanent("--ray requires ray: pip install 'orchestrrl[ray]'")
     _reach(address)
@@ -262,8 +265,8 @@ def on_ray(points: Sequence[SweepPoint], address: str) -> Iterator[tuple[SweepPo
 
 
 def _reach(address: str) -> None:
-    """Raise Retryable if no process listens at the address. This check fails at once, while Ray itself would retry for
-    minutes."""
+    """Raise Retryable if no process listens at `address`. This check fails within seconds, while Ray itself would retry
+    for minutes. If `address` is `auto`, nothing is checked."""
     if address == "auto":
         return
     try:

@@ -2,12 +2,13 @@
 functions have no side effects.
 
 The step follows GRPO in veRL and NeMo-RL. Log-probabilities of the answers are recomputed under the policy before the
-step, because those of the engine differ. They are also computed under a reference model if there is a KL term. Each
-optimiser step has its own fraction of the samples and its own exchange of gradients.
+optimiser steps, because the engine's log-probabilities differ from the trainer's. They are also computed under a
+reference model if there is a KL term. Each optimiser step has its own fraction of the samples and its own exchange of
+gradients.
 
-Each answer is sent to the trainer once, as soon as it is complete (RS in table 1 of the OrchestrRL paper). It contains
-the id and the log-probability of each token. Forwarding between the ranks of a replica is not counted. The bytes are
-counted, but take no time in the loop, because answers are sent while other answers are generated.
+Each answer is sent to the trainer once, as soon as it is complete (RS in table 1 of the OrchestrRL paper). The message
+contains the id and the log-probability of each token. Forwarding between the ranks of a replica is not counted. The
+bytes are counted, but take no time in the loop, because answers are sent while other answers are generated.
 """
 
 import math
@@ -55,7 +56,8 @@ def model_flops(job: TrainJob, recipe: TrainingSection) -> float:
 
 
 def training_bytes(job: TrainJob, recipe: TrainingSection, fabric: SimulatedFabric) -> Mapping[str, float]:
-    """Return the number of bytes of a training step over the links of each tier, including NVLink inside servers."""
+    """Return the number of bytes that a training step sends over the links of each tier, including NVLink inside
+    servers."""
     found = []
     for share, exchanges, often in _sent(job, recipe, fabric.servers):
         passes, gradients = (fabric.network(period) for period in periods_of(share, exchanges))
@@ -67,7 +69,7 @@ def training_bytes(job: TrainJob, recipe: TrainingSection, fabric: SimulatedFabr
 
 
 def training_flows(job: TrainJob, recipe: TrainingSection, servers: Servers) -> GpuFlows:
-    """Return the flows of a training step in process groups that span servers."""
+    """Return the flows that a training step sends in process groups that span servers."""
     return GpuFlows.joined(
         [
             exchanges[kind].transfer.flows.times(times)
@@ -82,8 +84,8 @@ Sent = tuple[TrainJob, Mapping[str, GroupCollective], Mapping[str, float]]
 
 
 def _sent(job: TrainJob, recipe: TrainingSection, servers: Servers) -> Iterator[Sent]:
-    """Yield the job, its collectives by kind, and the number of repetitions of each kind: first for each group of equal
-    optimiser steps, then for the log-probability passes."""
+    """Yield tuples of a job, its collectives by kind, and the number of repetitions of each kind. There is one tuple
+    for each group of equal optimiser steps, then one for the log-probability passes."""
     for size, times in recipe.shares(job.sequences):
         share = replace(job, sequences=size)
         exchanges = traffic(share, servers)
@@ -101,8 +103,8 @@ TOKEN_BYTES = 8.0 + 4.0  # a 64-bit id, as in tensors of token ids, and a 32-bit
 
 @dataclass(frozen=True, slots=True)
 class ResponseStream:
-    """The answers of a generation step, which are sent to the trainer. `seconds` is the network time if all answers
-    were sent at once."""
+    """The answers of a generation step as a stream to the trainer. `seconds` is the time that the network would need if
+    all answers were sent at once."""
 
     bytes: float
     seconds: float

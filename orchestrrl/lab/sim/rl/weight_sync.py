@@ -1,17 +1,18 @@
-"""Simulate the sync of a weight version from the trainer's GPUs to all engines on a fabric, step by step as flows. The
-functions have no side effects.
+"""Simulate the sync of a weight version from the trainer's GPUs to all engines on a fabric. Each step of a sync is a
+set of flows. The functions have no side effects.
 
-The plan comes from the production planner (planner/sync_tree), with servers as endpoints. The duration is that on the
-simulated network, not the plan's estimate. If the fabric has circuits, they are kept, set once for the whole plan, or
-set again for each wave that needs other circuits, whichever is fastest. If other stages send during the sync, the
-choice also considers their delay.
+The plan comes from the production planner (planner/sync_tree), with servers as endpoints. The duration is measured on
+the simulated network, and may differ from the plan's estimate. If the fabric has circuits, they are kept, set once for
+the whole plan, or set again for each wave that needs other circuits, whichever is fastest. If other stages send during
+the sync, the choice also considers their delay.
 
-The tree sends shards between servers over all of their NICs, and each server forwards them to its own GPUs over NVLink,
-chunk by chunk. `naive`: every GPU receives directly from a holder, and all transfers begin at once. `two_stage` (figure
-4 of the OrchestrRL paper): weights go to the first engine of each PoD, then along a chain of the PoD's servers.
+In the scheme `tree`, each shard is sent between servers over all of their NICs, and each server forwards it to its own
+GPUs over NVLink, chunk by chunk. In the scheme `naive`, every GPU receives directly from a holder, and all transfers
+begin at once. In the scheme `two_stage` (figure 4 of the OrchestrRL paper), weights are sent to the first engine of
+each PoD, then along a chain of the PoD's servers.
 
-Concurrent traffic is assumed to be uniform: each flow demands its mean rate. Traffic inside a server is ignored,
-because NVLink has many times the bandwidth of the NICs.
+Concurrent traffic is assumed to be uniform: each flow demands its mean rate. Concurrent traffic inside a server is
+ignored, because NVLink has many times the bandwidth of the NICs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,9 +66,9 @@ CHAINS = 2  # chains per piece, if it has that many holders; with more chains, e
 
 def _in_chains(edges: WaveEdges) -> tuple[Ints, Ints, Ints, Floats, Ints]:
     """Return the shard, sender, receiver, number of bytes and depth of each flow, for servers that are connected
-    directly. Each holder sends an equal part of a piece, and every server forwards it to one other server. A server
-    that sends to many receivers would have few NICs for each, and the topology is built for the traffic between chain
-    neighbours."""
+    directly. Up to CHAINS holders of a piece of a shard send equal parts of the piece, each along a chain of all
+    receivers. A server that sent to many receivers would have few NICs for each of them. In addition, the topology is
+    built for the traffic between chain neighbours."""
     rows: list[tuple[float, ...]] = []
     for shard, offset in np.unique(np.stack([edges.shard, edges.offset]), axis=1).T.tolist():
         these = (edges.shard == shard) & (edges.offset == offset)
@@ -83,8 +84,8 @@ def _in_chains(edges: WaveEdges) -> tuple[Ints, Ints, Ints, Floats, Ints]:
 
 
 def naive_steps(shards: Sequence[ServerShard], gpus_per_server: int) -> list[FlowStep]:
-    """Return one step in which each GPU receives directly from a holder. Receivers are assigned to holders in
-    rotation."""
+    """Return one step in which each GPU receives its weights directly from servers that hold them. Receivers are
+    assigned to holders in rotation."""
     rows: list[Row] = [
         (shard.holders[turn % len(shard.holders)] * gpus_per_server + place, server * gpus_per_server + place, size)
         for shard in shards
@@ -96,7 +97,8 @@ def naive_steps(shards: Sequence[ServerShard], gpus_per_server: int) -> list[Flo
 
 
 def two_stage_steps(shards: Sequence[ServerShard], site: SyncSite, gpus_per_server: int) -> list[FlowStep]:
-    """Return two steps of flows: first to the first engine of each PoD, then along a chain of the PoD's servers."""
+    """Return two steps of flows: weights are sent first to the first engine of each PoD, then along a chain of the
+    PoD's servers."""
     first: list[Row] = []
     chains: list[tuple[int, int, float, int]] = []  # server, server, bytes, depth
     at: list[tuple[int, int, float]] = []  # shard, server, bytes that arrive there
@@ -121,7 +123,8 @@ def two_stage_steps(shards: Sequence[ServerShard], site: SyncSite, gpus_per_serv
 
 
 def spread(src: Ints, dst: Ints, size: Floats, gpus_per_server: int) -> GpuFlows:
-    """Return flows between servers, with an equal part from each GPU to the GPU of the same index."""
+    """Return the flows of transfers between servers. Each GPU of the sender sends an equal part to the GPU of the same
+    index in the receiver."""
     place = np.arange(gpus_per_server)
     return GpuFlows(
         (src[:, None] * gpus_per_server + place).reshape(-1),
@@ -131,8 +134,8 @@ def spread(src: Ints, dst: Ints, size: Floats, gpus_per_server: int) -> GpuFlows
 
 
 def _forwarded(shards: Sequence[ServerShard], of: Ints, server: Ints, size: Floats, gpus_per_server: int) -> GpuFlows:
-    """Return the flows inside servers. Data that arrived evenly at a server's GPUs is sent to each GPU that needs
-    it."""
+    """Return the flows inside servers. Data that has arrived in equal parts at a server's GPUs is sent to each GPU that
+    needs it."""
     places = [{at: row for row, at in enumerate(shard.receivers)} for shard in shards]
     wanted: dict[int, Floats] = {}  # [GPU of the server], by server
     for shard, at, came in zip(of.tolist(), server.tolist(), size.tolist(), strict=True):
@@ -151,8 +154,8 @@ def _forwarded(shards: Sequence[ServerShard], of: Ints, server: Ints, size: Floa
 
 
 def _with_last_hop(sent: GpuFlows, above: Ints, inside: GpuFlows) -> FlowStep:
-    """Return a step with the flows inside servers added. These flows forward chunk by chunk, as the last hop of the
-    tree."""
+    """Return a step with the flows `sent` between servers and the flows `inside` servers. The flows inside servers
+    forward chunk by chunk, as the last hop of the tree."""
     last = int(above.max(initial=0)) + 1
     return FlowStep(GpuFlows.joined([sent, inside]), np.concatenate([above, np.full(len(inside), last, np.int64)]))
 
@@ -173,8 +176,8 @@ def _first_engine(shard: ServerShard, server: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)  # == of arrays has no single truth value
 class Beside:
-    """The traffic of a stage that runs during a sync. `group` is the group of each flow; flows of a group wait for each
-    other."""
+    """The traffic of a stage that runs during a sync. `group` contains the group of each flow. Flows of a group wait
+    for each other."""
 
     stage: FabricStage
     flows: GpuFlows  # bytes per second
@@ -182,8 +185,8 @@ class Beside:
 
     @classmethod
     def of(cls, stage: FabricStage, flows: GpuFlows, group: Ints, servers: Servers) -> "Beside":
-        """Build the traffic between servers. Flows between the same two GPUs are merged into the group of the first of
-        these flows."""
+        """Build the traffic from the flows between different servers. Flows between the same two GPUs are merged into
+        the group of the first of these flows."""
         far = flows.cross(servers) & (flows.bytes > 0)
         merged, of = flows.only(far).merged()
         groups = np.zeros(len(merged), np.int64)
@@ -199,7 +202,7 @@ class Beside:
         return float(slowest_s.mean()) if len(groups) else 0.0
 
     def has_way(self, network: LinkNetwork) -> bool:
-        """Return whether all flows have a path. Circuits set for other traffic may disconnect servers."""
+        """Return whether all flows have a path on `network`. Circuits set for other traffic may disconnect servers."""
         try:
             network.routes(self.flows)
         except ValueError:
@@ -208,13 +211,14 @@ class Beside:
 
 
 def training_beside(job: TrainJob, recipe: TrainingSection, seconds: float, servers: Servers) -> Beside:
-    """Return the traffic of a training step that takes `seconds`. All GPUs of the step wait for each other."""
+    """Return the mean traffic of a training step that takes `seconds`. All GPUs of the training step wait for each
+    other."""
     flows = training_flows(job, recipe, servers).times(1 / seconds)
     return Beside.of(FabricStage.TRAIN, flows, np.zeros(len(flows), np.int64), servers)
 
 
 def generation_beside(fleet: UniformFleet, model: Model, tokens_per_s: float, servers: Servers) -> Beside:
-    """Return the traffic of engines that together process `tokens_per_s`. Engines do not wait for each other."""
+    """Return the mean traffic of engines that process `tokens_per_s` together. Engines do not wait for each other."""
     flows = token_flows(fleet, model, servers).times(tokens_per_s)
     engine = np.zeros(servers.gpus, np.int64)
     engine[fleet.gpus] = np.arange(len(fleet))[:, None]
@@ -229,8 +233,8 @@ MOST_WAVES = 24  # with more waves, circuits are not computed per wave, because 
 
 @dataclass(frozen=True, slots=True)
 class _Ground:
-    """The inputs shared by all alternatives for a sync's circuits: the fabric, concurrent traffic, and the lower bound
-    on the sync's duration."""
+    """The inputs that all alternatives for a sync's circuits share: the fabric, concurrent traffic, the lower bound on
+    the sync's duration, and the PoDs of servers."""
 
     fabric: SimulatedFabric
     beside: Sequence[Beside]
@@ -243,7 +247,7 @@ class _Ground:
         return np.asarray(self.pod[flows.src // gpus] != self.pod[flows.dst // gpus])
 
     def period(self, flows: GpuFlows, share: float = 1.0) -> Period:
-        """Return the communication period whose demand is these flows plus the fraction `share` of the concurrent
+        """Return the communication period whose demand consists of `flows` and the fraction `share` of the concurrent
         traffic."""
         others = [each.flows.times(self.bound_s * share) for each in self.beside]
         sent = GpuFlows.joined([flows, *others])
@@ -261,8 +265,8 @@ def sync_stage(
     *,
     beside: Sequence[Beside] = (),
 ) -> SyncStage:
-    """Simulate the sync to `fleet`, with concurrent traffic. Raises ValueError if an engine layout cannot divide the
-    model."""
+    """Simulate the sync to `fleet`, with the concurrent traffic `beside`. Raises ValueError if an engine layout cannot
+    divide the model."""
     shards, site = shards_of(job, fleet, fabric.servers.gpus_per_server), site_of(fabric.network(None))
     sending = [each for each in beside if len(each.flows)]
     found = _courses(scheme, shards, site, _Ground(fabric, sending, bound_s(shards, site), site.pod))
@@ -282,8 +286,8 @@ def steps_of(
 
 
 def problem_of(shards: Sequence[ServerShard], site: SyncSite, servers: Servers) -> SyncProblem:
-    """Return the planner's problem with servers as endpoints. A PoD's budget is its outbound bandwidth, in units of a
-    NIC's bandwidth."""
+    """Return the planning problem of a sync, with servers as endpoints. The budget of a PoD is its outbound bandwidth,
+    in units of a NIC's bandwidth."""
     link_bytes_per_s = servers.nic_bytes_per_s
     return SyncProblem(
         link_gbps=link_bytes_per_s * GBPS,
@@ -305,8 +309,9 @@ def problem_of(shards: Sequence[ServerShard], site: SyncSite, servers: Servers) 
 
 
 def bound_s(shards: Sequence[ServerShard], site: SyncSite) -> float:
-    """Return a lower bound on the duration of any plan. It is the largest of several times: the time in which each
-    server, ToR and PoD receives its required bytes, and the time in which the holders send every shard once."""
+    """Return a lower bound, in seconds, on the duration of any plan. The bound is the largest of several times: the
+    time in which each server, ToR and PoD receives its required bytes, and the time in which the holders send every
+    shard once."""
     arriving = np.zeros(len(site.pod))
     entering, climbing = np.zeros(site.pods), np.zeros(len(site.tor_bytes_per_s))
     for shard in shards:
@@ -323,8 +328,8 @@ def bound_s(shards: Sequence[ServerShard], site: SyncSite) -> float:
 
 
 def _courses(scheme: str, shards: Sequence[ServerShard], site: SyncSite, ground: _Ground) -> Iterator[SyncStage]:
-    """Yield the sync for each alternative use of circuits. If circuits are kept, an additional wave has no cost, so
-    that the plan for this alternative may have more waves."""
+    """Yield the simulated sync for each alternative use of circuits. If circuits are kept, an additional wave has no
+    cost, so that the plan may have more waves than the plans for the other alternatives."""
     fabric = ground.fabric
     steps = steps_of(scheme, shards, site, fabric.servers)
     try:
@@ -380,7 +385,8 @@ class _StepTime:
 
 
 def _step_s(network: LinkNetwork, step: FlowStep, ground: _Ground) -> _StepTime:
-    """Return the duration of a step. A flow waits for one chunk and one hop of each flow upstream of it."""
+    """Return the duration and traffic of a step, and the delays of concurrent stages. A flow waits for one chunk and
+    one hop of each flow upstream of it."""
     flows, beside = step.flows, ground.beside
     if not len(flows):
         return _StepTime(0.0, 0.0, {}, {each.stage: 0.0 for each in beside})
@@ -397,7 +403,7 @@ def _step_s(network: LinkNetwork, step: FlowStep, ground: _Ground) -> _StepTime:
 def _shared(
     network: LinkNetwork, flows: GpuFlows, routes: FlowRoutes, beside: Sequence[Beside]
 ) -> tuple[Floats, Mapping[FabricStage, float]]:
-    """Return the end times of flows, and the delay that these flows cause to concurrent stages."""
+    """Return the end times of `flows` in seconds, and the delay in seconds that they cause to each concurrent stage."""
     if not beside:
         return finish_s(network, flows, routes), {}
     end_s, behind_s = finish_beside(network, flows, routes, GpuFlows.joined([each.flows for each in beside]))

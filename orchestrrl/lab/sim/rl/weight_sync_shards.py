@@ -1,12 +1,12 @@
-"""Group the weights into shards by the servers that hold and need them, and derive the site of a sync. The functions
-have no side effects.
+"""Group the weights into shards by the servers that hold and need them, and derive the network site for planning a
+sync. The functions have no side effects.
 
-Elements with the same holding servers and the same receiving servers form one shard, for any number of ranks on both
-sides. A shard is sent to a server once, and is then forwarded to the server's GPUs over NVLink.
+Weight elements with the same holding servers and the same receiving servers form one shard, regardless of the number of
+ranks on both sides. A shard is sent to a server once, and is then forwarded to the server's GPUs over NVLink.
 
-The site is derived from a network's links. Servers are the endpoints, as in production, where the peer on each host has
-the shards of its GPUs. A PoD is a set of servers connected without the core. In rail-aligned fabrics, all ToRs that the
-same servers share are treated as one ToR. Budgets are numbers of circuits at the rate of a NIC.
+The site is derived from a network's links. Servers are the endpoints, as in production, where the peer on each host
+holds the shards of the host's GPUs. A PoD is a set of servers that are connected without the core. In rail-aligned
+fabrics, all ToRs that the same servers share are treated as one ToR.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ VOCAB_MULTIPLE = 128  # Megatron pads the vocabulary to this times TP (make_voca
 
 @dataclass(frozen=True, slots=True)
 class ServerShard:
-    """The weights with the same holding and receiving servers."""
+    """The weights that have the same holding servers and the same receiving servers."""
 
     bytes: float
     holders: tuple[int, ...]  # servers
@@ -40,7 +40,8 @@ class ServerShard:
 
 
 def shards_of(job: TrainJob, fleet: UniformFleet, gpus_per_server: int) -> tuple[ServerShard, ...]:
-    """Return the shards for the engines of `fleet`. Raises ValueError if a layout cannot divide the model."""
+    """Return the shards to send from the trainer to the engines of `fleet`. Raises ValueError if a layout cannot divide
+    the model."""
     parameters, trainer = parameters_of(job.model), trainer_layout(job)
     found: list[ReshardedVersion] = []
     for has_experts, engines in zip((False, True), _engines(fleet), strict=True):
@@ -51,7 +52,7 @@ def shards_of(job: TrainJob, fleet: UniformFleet, gpus_per_server: int) -> tuple
 
 
 def parameters_of(model: Model) -> tuple[Parameter, ...]:
-    """Return the parameters of a model, for a dense model, a mixture of experts, or a mixture of experts with a dense
+    """Return the parameters of a model, which may be dense, a mixture of experts, or a mixture of experts with a dense
     feed-forward part."""
     transformer = TransformerParameters(
         layers=model.layers,
@@ -124,7 +125,7 @@ def _by_servers(found: Sequence[ReshardedVersion], gpus_per_server: int) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class SyncSite:
-    """The topology and bandwidths for planning a sync."""
+    """The PoDs, ToRs and bandwidths of a cluster, for planning a sync."""
 
     pod: Ints  # [server]
     tor: Ints  # [server]
@@ -139,8 +140,8 @@ class SyncSite:
 
 
 def site_of(network: LinkNetwork) -> SyncSite:
-    """Return the site that a network's links form. Raises ValueError if the network does not list the endpoints of its
-    links."""
+    """Derive the PoDs, ToRs and bandwidths from a network's links. Raises ValueError if the network does not contain
+    the endpoints of its links."""
     if network.ends is None:
         raise ValueError(f"{network.name or 'the network'}: ends must contain the endpoints of each link, got None")
     servers, (tail, head), capacity = network.servers, network.ends.T, network.capacity_bytes_per_s
@@ -181,8 +182,8 @@ def _owners(network: LinkNetwork, nodes: int) -> Ints:
 
 
 def _tors(server: Ints, node: Ints, links: NDArray[np.bool_], servers: int) -> tuple[list[tuple[int, ...]], Ints]:
-    """Return the distinct sets of switches to which servers' NICs connect, and the index of each server's set. A server
-    without switches has its own empty set."""
+    """Return the distinct sets of switches to which the NICs of a server connect, and the index of each server's set. A
+    server without switches has its own empty set."""
     found = [set[int]() for _ in range(servers)]
     for one, other in zip(server[links].tolist(), node[links].tolist(), strict=True):
         found[one].add(other)

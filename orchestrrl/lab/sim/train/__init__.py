@@ -1,1 +1,2 @@
-"""The training simulator: iteration time from model, layout and network, and the windows without collectives."""
+"""The training simulator: the iteration time for a model, layout and network, and the time windows without
+collectives."""

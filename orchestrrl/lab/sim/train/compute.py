@@ -1,11 +1,11 @@
-"""Compute the seconds of a micro-batch on one rank (kernels, a layer, the head, the optimizer) and GPU memory. The
-functions have no side effects.
+"""Compute the time of a micro-batch on one rank (kernels, a layer, the head), the time of the optimizer, and the GPU
+memory of a job. The functions have no side effects.
 
 Tensor parallelism includes sequence parallelism: norms and residuals process 1/tp of the tokens.
 
-The memory is a lower bound of Megatron's, so that a job reported as too large is too large. Logits and the buffers of
-collectives and of the allocator are not counted, all sequences have the mean length, and cheap operations are
-recomputed.
+The computed memory is a lower bound on Megatron's memory, so that a job reported as too large is indeed too large.
+Logits and the buffers of collectives and of the allocator are not counted. All sequences are assumed to have the mean
+length, and cheap operations to be recomputed.
 """
 
 import math
@@ -17,9 +17,9 @@ from planner.cost.models import Model
 
 
 def attended_pairs(model: Model, tokens: float, square_tokens: float | None = None) -> float:
-    """Return the number of query-key pairs that a causal mask keeps, over all layers of a sequence. `square_tokens` is
-    the mean of the squared lengths, if lengths differ. For a layer with a sliding window, all sequences are treated as
-    longer than the window if their mean length exceeds it. Otherwise, all sequences are treated as shorter than the
+    """Return the number of query-key pairs that a causal mask keeps in one sequence, over all layers. `square_tokens`
+    is the mean of the squared lengths, if lengths differ. In a layer with a sliding window, all sequences are treated
+    as longer than the window if their mean length exceeds it. Otherwise, all sequences are treated as shorter than the
     window."""
     full = (tokens * tokens if square_tokens is None else square_tokens) / 2
     if not 0 < model.window_tokens < tokens:
@@ -29,14 +29,15 @@ def attended_pairs(model: Model, tokens: float, square_tokens: float | None = No
 
 
 def forward_flops(model: Model, tokens: float, square_tokens: float | None = None) -> float:
-    """Return the FLOPs of a sequence's forward pass: multiplications and additions of matrix products, and of attention
-    under the causal mask."""
+    """Return the FLOPs of a sequence's forward pass: the multiplications and additions of matrix products, and of
+    attention under the causal mask. `square_tokens` is as in `attended_pairs`."""
     attention = 4.0 * model.q_heads * model.head_dim * attended_pairs(model, tokens, square_tokens)
     return 2.0 * model.active_params * tokens + attention
 
 
 def step_flops(model: Model, sequences: int, tokens: float, square_tokens: float | None = None) -> float:
-    """Return the FLOPs of an optimiser step. A backward pass needs twice the FLOPs of a forward pass."""
+    """Return the FLOPs of an optimiser step on `sequences` sequences. A backward pass needs twice the FLOPs of a
+    forward pass."""
     return 3.0 * sequences * forward_flops(model, tokens, square_tokens)
 
 
@@ -47,7 +48,7 @@ TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64))
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The kernel times of one GPU."""
+    """A model of the kernel times of one GPU type."""
 
     gpu: GpuModel
     constants: TrainConstants
@@ -67,8 +68,8 @@ class Kernels:
         return max(compute_s, groups * moved / self.hbm_bytes_per_s) + self.constants.kernel_s
 
     def _waves_over_work(self, m: float, n: float, groups: int) -> float:
-        """Return the ratio of the time with full waves to the time of the work alone. It exceeds 1 because edge tiles
-        and the last wave are only partly filled."""
+        """Return the ratio of the time of full waves to the time of the work alone, for the best tile. The ratio
+        exceeds 1 if edge tiles or the last wave are only partly filled."""
         sms = SMS.get(self.gpu.name, SMS_OF_OTHERS)
         return min(
             math.ceil(groups * math.ceil(m / rows) * math.ceil(n / columns) / sms) * sms * rows * columns
@@ -76,16 +77,17 @@ class Kernels:
         ) / (m * n * groups)
 
     def attention_s(self, flops: float, tokens: float, *, backward: bool = False) -> float:
-        """Return the seconds of fused causal attention over sequences of `tokens`. `flops` counts unmasked pairs only.
-        If lengths differ, `tokens` is the mean of their squares divided by their mean, which gives the exact sum for
-        this efficiency curve."""
+        """Return the time, in seconds, of fused causal attention over sequences of `tokens` tokens. `flops` counts
+        unmasked pairs only. If lengths differ, `tokens` is the mean of the squared lengths divided by the mean length,
+        which gives the exact sum for this efficiency curve."""
         constants = self.constants
         best = constants.attention_backward_efficiency if backward else constants.attention_forward_efficiency
         share = best * tokens / (tokens + constants.attention_half_tokens)
         return flops / (self.gpu.bf16_flops * share) + constants.kernel_s
 
     def moves_s(self, moved_bytes: float) -> float:
-        """Return the seconds to transfer `moved_bytes`, the total of bytes read and written, to and from GPU memory."""
+        """Return the time, in seconds, to transfer `moved_bytes`, the total of bytes read from and written to GPU
+        memory."""
         return moved_bytes / self.hbm_bytes_per_s
 
 
@@ -113,7 +115,7 @@ class PassCompute:
 
 
 def compute_of(job: TrainJob) -> tuple[PassCompute, PassCompute]:
-    """Return the compute times of the forward pass and of the backward pass."""
+    """Return the compute times of the forward pass and of the backward pass of one micro-batch."""
     kernels = Kernels(job.gpu, job.constants)
     return _pass(job, kernels, backward=False), _pass(job, kernels, backward=True)
 
@@ -153,7 +155,8 @@ def _pass(job: TrainJob, kernels: Kernels, *, backward: bool) -> PassCompute:
 
 
 def _experts(job: TrainJob, kernels: Kernels, *, backward: bool) -> tuple[float, float]:
-    """Return two times in seconds: that of the experts, and that of reordering the tokens once."""
+    """Return two times in seconds: the time of the experts, and the time to reorder the tokens once, including half of
+    the router's time."""
     model, layout = job.model, job.layout
     if not model.moe:
         return 0.0, 0.0
@@ -198,7 +201,8 @@ def stage_parameters(job: TrainJob) -> tuple[float, float]:
 
 
 def optimizer_s(job: TrainJob) -> float:
-    """Return the seconds of the distributed optimizer's step: each rank updates its shard and clears its gradients."""
+    """Return the time, in seconds, of the distributed optimizer's step, in which each rank updates its shard and clears
+    its gradients."""
     dense, experts = stage_parameters(job)
     layout, constants, kernels = job.layout, job.constants, Kernels(job.gpu, job.constants)
     shard = dense / (layout.dp * layout.cp) + experts * layout.ep / (layout.tp * layout.cp * layout.dp)
@@ -238,7 +242,8 @@ def memory_of(job: TrainJob) -> Memory:
 
 
 def fault_of(job: TrainJob) -> str | None:
-    """Return the error message for a job that exceeds GPU memory by more than MARGIN. Return None if it may fit."""
+    """Return the error message for a job whose memory exceeds GPU memory by more than the factor MARGIN. Return None
+    for a job that may fit."""
     need, has_bytes = memory_of(job), job.gpu.hbm_bytes
     if need.bytes <= MARGIN * has_bytes:
         return None
@@ -261,9 +266,9 @@ def _state_bytes(job: TrainJob, dense: float, experts: float) -> float:
 
 
 def _activation_bytes(job: TrainJob, rank: int) -> float:
-    """Return the activation bytes of all in-flight micro-batches on a pipeline rank (Korthikanti et al., arXiv
-    2205.05198, sections 4.2 and 4.4). The number of in-flight micro-batches is the number of pipeline ranks from this
-    rank to the last, and is larger if stages are interleaved."""
+    """Return the number of bytes of activations of all in-flight micro-batches on a pipeline rank (Korthikanti et al.,
+    arXiv 2205.05198, sections 4.2 and 4.4). The number of in-flight micro-batches is the number of pipeline ranks from
+    `rank` to the last, and is larger if stages are interleaved."""
     layout = job.layout
     own = sum(job.stage_layers[rank :: layout.pp])
     under_way = float(layout.pp - rank)
@@ -276,11 +281,11 @@ def _activation_bytes(job: TrainJob, rank: int) -> float:
 
 
 def layer_bytes(job: TrainJob) -> float:
-    """Return the bytes that a layer keeps per micro-batch for its backward pass, counted as by Korthikanti et al. and
-    divided by tensor parallelism with sequence parallelism. These are the inputs of both norms, queries, keys, values,
-    the output of attention, gate and up projections, and the inputs of experts. Attention scores are never kept
-    (FlashAttention). There is no dropout. Outputs of norms and of the activation are recomputed (Megatron Core,
-    --recompute-modules layernorm moe_act)."""
+    """Return the number of bytes that a layer keeps per micro-batch for its backward pass, counted as by Korthikanti et
+    al. and divided by tensor parallelism with sequence parallelism. The layer keeps the inputs of both norms, queries,
+    keys, values, the output of attention, gate and up projections, and the inputs of experts. It does not keep
+    attention scores (FlashAttention). There is no dropout. Outputs of norms and of the activation are recomputed
+    (Megatron Core, --recompute-modules layernorm moe_act)."""
     model = job.model
     attention = 2 * model.hidden + 2 * (model.q_heads + model.kv_heads) * model.head_dim
     experts = model.experts_per_token * (model.hidden + 2 * model.expert_ffn)

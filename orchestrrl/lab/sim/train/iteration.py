@@ -2,12 +2,12 @@
 and the windows between collectives. The functions have no side effects.
 
 Gradients are reduced bucket by bucket during the last micro-batch's backward pass. The network carries one collective
-at a time: gradients wait while that pass sends its own messages.
+at a time: the reduction waits while the backward pass sends its own messages.
 
-There are two alternatives. Circuits change in a window without collectives, and the iteration waits for the part of the
-change that the window does not cover. Otherwise, circuits are kept, and gradients use the existing paths. The shorter
-alternative is chosen. In section 5.3 of the OrchestrRL paper, a plan is retained if the next window does not cover the
-change.
+An iteration uses the faster of two alternatives. In the first, circuits change in a window without collectives, and the
+iteration waits for the part of the change that the window does not cover. In the second, circuits are kept, and
+gradients use the existing paths. In section 5.3 of the OrchestrRL paper, by contrast, a plan is retained whenever the
+next window does not cover the change.
 """
 
 import math
@@ -40,7 +40,7 @@ Span = tuple[float, float]  # begin and end in seconds
 def reduced(
     given: StageLoad, schedule: PipelineSchedule, reduce_s: float, *, from_s: float = 0.0, alone: bool = False
 ) -> list[Span]:
-    """Return the begin and end of gradient reduction for each pipeline rank. `reduce_s` is the time to reduce all
+    """Return the begin and end times of gradient reduction for each pipeline rank. `reduce_s` is the time to reduce all
     gradients of a rank. Reduction begins at `from_s` at the earliest. If `alone` is true, passes send no messages
     during the reduction."""
     found = []
@@ -61,8 +61,8 @@ def reduced(
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """The times in seconds to reduce a rank's gradients and to gather its parameters on one network. The times are
-    infinite if there is no path."""
+    """The times, in seconds, to reduce a rank's gradients and to gather its parameters on one network. The times are
+    infinite if the network has no path between the ranks."""
 
     reduce_s: float
     gather_s: float
@@ -70,7 +70,7 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The alternative that an iteration uses: its schedule, and its gradient and parameter traffic."""
+    """The alternative that an iteration uses: its schedule, and the times of its gradient and parameter traffic."""
 
     seconds: float  # of the iteration
     schedule: PipelineSchedule
@@ -82,9 +82,9 @@ class Taken:
 def shortest(
     given: StageLoad, kept: Gradients, changed: Gradients | None, optimizer_s: float, reconfigures_s: float
 ) -> Taken:
-    """Return the fastest alternative for an iteration. `kept` is gradient traffic on the circuits of the forward and
-    backward passes; `changed` is gradient traffic on circuits set for gradients, or None if the fabric has no such
-    circuits."""
+    """Return the fastest alternative for an iteration. `kept` contains the gradient times on the circuits of the
+    forward and backward passes. `changed` contains the gradient times on circuits that are set for gradients, or is
+    None if these would be the same circuits."""
 
     def taken(
         schedule: PipelineSchedule, shift_s: float, gather_s: float, reduce_s: float, last_s: float, change: bool
@@ -118,8 +118,8 @@ def last_sent_s(given: StageLoad, schedule: PipelineSchedule) -> float:
 def on_fabric(
     job: TrainJob, fabric: SimulatedFabric, exchanges: Mapping[str, GroupCollective]
 ) -> tuple[StageLoad, Gradients, Gradients | None]:
-    """Return three values: the load of the stages, the gradient traffic on the circuits of the forward and backward
-    passes, and the gradient traffic on circuits set for gradients (None if these are the same circuits)."""
+    """Return three values: the load of the stages, the gradient times on the circuits of the forward and backward
+    passes, and the gradient times on circuits set for gradients (None if these are the same circuits)."""
     passes_period, gradients_period = periods_of(job, exchanges)
     network = fabric.network(passes_period)
     each_s = once_s(network, exchanges, FORWARD_BACKWARD)
@@ -136,14 +136,14 @@ def group_of(kind: str) -> str:
 
 
 def once_s(network: LinkNetwork, exchanges: Mapping[str, GroupCollective], kinds: Iterable[str]) -> dict[str, float]:
-    """Return the duration in seconds of each kind of collective if it runs alone, because a rank runs one collective at
-    a time."""
+    """Return the duration, in seconds, of each kind of collective without concurrent collectives. A rank runs only one
+    collective at a time."""
     return {kind: seconds(network, exchanges[kind].transfer) for kind in kinds if kind in exchanges}
 
 
 def gradients(network: LinkNetwork, exchanges: Mapping[str, GroupCollective]) -> Gradients:
-    """Return the gradient traffic. Dense and expert parameters are sent one after the other, because both use the same
-    NICs."""
+    """Return the times of the gradient traffic on a network. Dense and expert parameters are sent one after the other,
+    because both use the same NICs. The times are infinite if the network has no path between the ranks."""
     try:
         each_s = once_s(network, exchanges, [kind for kind in exchanges if group_of(kind) == "dp"])
     except ValueError:  # circuits of another period may not connect all data-parallel ranks
@@ -159,7 +159,7 @@ Sent = tuple[str, float, float]  # group, begin, end
 
 
 def boundaries(given: StageLoad, taken: Taken, rank: int) -> tuple[CollectiveBoundary, ...]:
-    """Return the collectives of a pipeline rank, ordered by their begin."""
+    """Return the collectives of a pipeline rank, ordered by the time at which they begin."""
     found = [
         CollectiveBoundary(group, from_s + taken.shift_s, to_s + taken.shift_s)
         for op in taken.schedule.ops[rank]
@@ -172,8 +172,8 @@ def boundaries(given: StageLoad, taken: Taken, rank: int) -> tuple[CollectiveBou
 
 
 def _sent(given: StageLoad, schedule: PipelineSchedule, op: PipelineOp) -> list[Sent]:
-    """Return the network traffic of one pass of a micro-batch through a stage, including the transfers of its input and
-    its result."""
+    """Return the group, begin time and end time of each collective that one pass of a micro-batch through a stage uses,
+    including the transfers of its input and its result."""
     end_s, send_s, stages = schedule.span_s(op)[1], given.stages.send_s, given.job.layout.stages
     found: list[Sent] = []
     if "pp" in given.crossing:
@@ -211,8 +211,8 @@ def windows(found: tuple[CollectiveBoundary, ...]) -> tuple[OverlapWindow, ...]:
 
 
 def iteration(job: TrainJob, fabric: SimulatedFabric) -> TrainingIteration:
-    """Simulate an iteration on the networks of its periods. Raises ValueError if no path connects the GPUs of a
-    group."""
+    """Simulate an iteration on the fabric's networks for its communication periods. Raises ValueError if no path
+    connects the GPUs of a group."""
     given, kept, changed = on_fabric(job, fabric, traffic(job, fabric.servers))
     step_s = optimizer_s(job)
     taken, free = (shortest(given, kept, changed, step_s, each) for each in (fabric.reconfigures_s, 0.0))
@@ -237,15 +237,15 @@ def iteration(job: TrainJob, fabric: SimulatedFabric) -> TrainingIteration:
 
 
 def forward_s(job: TrainJob, fabric: SimulatedFabric) -> float:
-    """Return the seconds of the batch's forward passes alone, as needed for log-probabilities."""
+    """Return the time, in seconds, of the batch's forward passes alone, as needed for log-probabilities."""
     given, _, _ = on_fabric(job, fabric, traffic(job, fabric.servers))
     return run(forward_only(given.ops), given.stages, job.micro_batches).seconds
 
 
 def _parts(given: StageLoad, taken: Taken, free: Taken, step_s: float, rank: int, busy_s: float) -> dict[str, float]:
-    """Return the parts of the iteration time of the busiest rank. The parts for pipeline and gradients are differences
-    from a schedule without pipeline or gradient traffic; `circuits` is the difference from a schedule whose circuits
-    change instantly."""
+    """Return the parts of the iteration time of pipeline rank `rank`, the busiest rank. The parts `pp` and `dp` are the
+    differences from schedules without pipeline traffic and without gradient traffic. The part `circuits` is the
+    difference from a schedule whose circuits change instantly."""
     job = given.job
     micro, layers = job.micro_batches, sum(job.stage_layers[rank :: job.layout.pp])
     waits_s = {group: micro * layers * sum(each.waits_s(group) for each in given.passes) for group in WAITS}

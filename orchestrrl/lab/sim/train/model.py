@@ -1,6 +1,6 @@
 """Types of the training simulator, and the constants of its hardware, each with its source.
 
-No constant is fitted to a training throughput: all come from published measurements of single kernels.
+No constant is fitted to a training throughput. All constants come from published measurements of single kernels.
 """
 
 from collections.abc import Mapping
@@ -27,16 +27,19 @@ Efficiency = Annotated[float, Field(gt=0)]
 class TrainConstants:
     """Constants of the training model. Efficiencies are fractions of the data sheet's rate.
 
-    gemm: an H100 reaches about 720 of 989 TFLOPS in the shapes of Llama 70B's training (SemiAnalysis, "MI300X vs H100
-    vs H200 Benchmark Part 1: Training", December 2024), and 792 in its best shape (table "Maximum Achievable Matmul
-    FLOPS" of github.com/stas00/ml-engineering). Other shapes lose time to partial waves and to `kernel_s`, the start
-    and drain of a kernel. With both, the model matches XLA's measured table of an H100 (openxla/xla,
-    service/gpu/model/matmul_interpolator_data.h) within a third for inner sizes of at least 512, and within a tenth for
-    large sizes. attention: cuDNN's fused attention on an H100, head size 128, causal (FlashAttention-3, arXiv
-    2407.08608, figures 5 and 6), reaches 410, 484, 518, 539 TFLOPS forward at 1k, 2k, 4k, 16k tokens. The backward pass
-    reaches 408, 465, 499, 516 TFLOPS without a mask, and 0.85 of that with a mask, as in the forward pass. The curve
-    efficiency * s / (s + half_tokens) passes through these points. hbm: a copy on an H100 SXM reaches 3.0 of 3.35 TB/s;
-    kernels that also compute reach slightly less.
+    Matrix products: an H100 reaches about 720 of 989 TFLOPS in the shapes of Llama 70B's training (SemiAnalysis,
+    "MI300X vs H100 vs H200 Benchmark Part 1: Training", December 2024), and 792 in its best shape (table "Maximum
+    Achievable Matmul FLOPS" of github.com/stas00/ml-engineering). Other shapes lose time to partial waves and to
+    `kernel_s`, the start and drain of a kernel. With both losses, the model matches XLA's measured table of an H100
+    (openxla/xla, service/gpu/model/matmul_interpolator_data.h) within a third for inner sizes of at least 512, and
+    within a tenth for large sizes.
+
+    Attention: cuDNN's fused causal attention on an H100 with head size 128 (FlashAttention-3, arXiv 2407.08608, figures
+    5 and 6) reaches 410, 484, 518, 539 TFLOPS in the forward pass at 1k, 2k, 4k, 16k tokens. The backward pass reaches
+    408, 465, 499, 516 TFLOPS without a mask. With a mask it is assumed to reach 0.85 of these values, as the forward
+    pass does. The curve efficiency * s / (s + half_tokens) passes through these points.
+
+    GPU memory: a copy on an H100 SXM reaches 3.0 of 3.35 TB/s. Kernels that also compute reach slightly less.
     """
 
     gemm_efficiency: Efficiency = 0.74
@@ -70,8 +73,8 @@ MEGATRON = TrainConstants()
 @dataclass(frozen=True, slots=True)
 class TrainLayout:
     """Megatron's degrees of parallelism. Ranks are numbered tensor first, then context, data and pipeline. Experts are
-    spread over `ep` ranks of the tensor, context and data dimensions together. `gpus` = tp * cp * dp * pp. With
-    `vpp` > 1, each pipeline rank has that many interleaved stages."""
+    spread over `ep` ranks of the tensor, context and data dimensions together. `gpus` is tp * cp * dp * pp. Each
+    pipeline rank has `vpp` stages, which are interleaved if `vpp` > 1."""
 
     tp: int = 1
     cp: int = 1
@@ -101,9 +104,9 @@ class TrainLayout:
 
 @dataclass(frozen=True, slots=True)
 class TrainJob:
-    """An optimiser step on `sequences` sequences of `tokens` tokens each (mean), in micro-batches of `micro_sequences`
-    per data-parallel rank. Micro-batches are equal, as in frameworks that pack sequences by length. The cost of
-    attention depends on the squares of the lengths."""
+    """An optimiser step on `sequences` sequences of `tokens` tokens on average, in micro-batches of `micro_sequences`
+    sequences per data-parallel rank. Micro-batches are equal, as in frameworks that pack sequences by length. The cost
+    of attention depends on the squares of the lengths."""
 
     model: Model
     gpu: GpuModel
@@ -153,7 +156,7 @@ class TrainJob:
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
-        """The number of layers of each stage, as an array indexed by stage. The first stages take the remainder of an
+        """The number of layers of each pipeline stage, indexed by stage. The first stages take the remainder of an
         uneven division."""
         each, more = divmod(self.model.layers, self.layout.stages)
         return tuple(each + (stage < more) for stage in range(self.layout.stages))
@@ -186,7 +189,7 @@ class OverlapWindow:
 @dataclass(frozen=True, slots=True)
 class TrainingIteration:
     """A simulated training iteration. `parts_s` contains the times of compute, bubbles and each group's exposed
-    communication. They add up to `seconds`."""
+    communication, which add up to `seconds`. `boundaries` and `windows` are those of the busiest pipeline rank."""
 
     seconds: float
     mfu: float

@@ -4,8 +4,8 @@ functions have no side effects.
 A pass consists of compute and the exposed part of its collectives, in the order of execution. A rank waits for the part
 of tensor parallelism's collectives and of the experts' all-to-all that is not hidden. Tensor parallelism's collectives
 are hidden in the backward pass only. The ring of context parallelism runs concurrently with attention. A rank waits for
-the ring if it takes longer than the attention that can hide it. Parameters are gathered before the schedule begins, and
-gradients are reduced after it ends.
+the ring if it takes longer than the attention that can hide it. Parameters are gathered during the first forward
+passes. The reduction of gradients is not part of the schedule (see iteration.py).
 
 The schedule is Megatron's 1F1B, plain or interleaved. Stages are numbered along the pipeline. With interleaving, rank r
 of p holds stages r, r + p, r + 2p, and so on.
@@ -27,14 +27,16 @@ FORWARD, BACKWARD = 0, 1  # indices into arrays of shape [2, ...]
 
 
 class PipelineOp(NamedTuple):
-    """A micro-batch's pass through a stage; an index into arrays of shape [2, stage, micro-batch]."""
+    """A micro-batch's pass through a stage. `side` is FORWARD or BACKWARD. The tuple can be used as an index into
+    arrays of shape [2, stage, micro-batch]."""
 
     side: int
     stage: int
     micro: int
 
     def sender(self, stages: int) -> "PipelineOp | None":
-        """Return the pass of another stage that provides the input of this pass, or None if there is no such pass."""
+        """Return the pass of another stage that provides the input of this pass, or None if no other stage provides
+        it."""
         stage = self.stage - 1 if self.side == FORWARD else self.stage + 1
         return self._replace(stage=stage) if 0 <= stage < stages else None
 
@@ -45,9 +47,9 @@ class PipelineOp(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """The durations in seconds of each stage's passes of a micro-batch. `send_s` is the time between a stage's end and
-    the next stage's begin. If `blocks` is true, a rank is busy while it sends. A stage's first forward pass ends at
-    `gathered_s` at the earliest."""
+    """The durations, in seconds, of each stage's passes of a micro-batch. `send_s` is the time from the end of a pass
+    in one stage to the beginning of the pass in the next stage. If `blocks` is true, a rank is busy while it sends. A
+    stage's first forward pass ends at `gathered_s` at the earliest."""
 
     pass_s: Floats  # [2, stage]
     send_s: float = 0.0
@@ -66,13 +68,14 @@ class PipelineSchedule:
         return float(self.end_s.max())
 
     def span_s(self, op: PipelineOp) -> tuple[float, float]:
-        """Return the begin and the end of a pass in seconds."""
+        """Return the begin and end times of a pass in seconds."""
         return float(self.begin_s[op]), float(self.end_s[op])
 
 
 def order(ranks: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[PipelineOp, ...], ...]:
     """Return each rank's passes in the order of execution (Narayanan et al., arXiv 2104.04473, sections 2.2.1 and
-    2.2.2)."""
+    2.2.2). `chunks` is the number of stages of each rank. Raises ValueError if stages are interleaved and the number of
+    micro-batches is not a multiple of `ranks`."""
     if chunks > 1 and micro_batches % ranks:
         raise ValueError(f"interleaving needs a multiple of {ranks} micro-batches, got {micro_batches}")
     turns = [
@@ -101,7 +104,8 @@ def _of_rank(rank: int, ranks: int, chunks: int, turns: list[tuple[int, int]]) -
 
 
 def run(ops: tuple[tuple[PipelineOp, ...], ...], stages: Stages, micro_batches: int) -> PipelineSchedule:
-    """Return the schedule in which each rank runs its ops in the given order, each as soon as its input has arrived."""
+    """Return the schedule in which each rank runs its ops in the given order, each op as soon as its input has arrived.
+    Raises ValueError if the given order has a deadlock."""
     count = stages.pass_s.shape[1]
     begin_s, end_s = (np.full((2, count, micro_batches), np.nan) for _ in (FORWARD, BACKWARD))
     pending, free_s = [deque(each) for each in ops], [0.0] * len(ops)
@@ -166,7 +170,8 @@ class Pass:
 def passes_of(
     job: TrainJob, compute: tuple[PassCompute, PassCompute], once_s: Mapping[str, float]
 ) -> tuple[Pass, Pass]:
-    """Return the forward and the backward pass of a layer. `once_s` is the duration of each kind of collective."""
+    """Return the forward and the backward pass of a layer. With recomputation, the backward pass includes a forward
+    pass. `once_s` contains the duration of each kind of collective in seconds."""
     forward = _pass(job, compute[FORWARD], once_s, tp_hidden=0.0, ring_laps=1)
     backward = _pass(job, compute[BACKWARD], once_s, tp_hidden=job.constants.tp_hidden_share, ring_laps=2)[::-1]
     if job.recompute:
@@ -201,13 +206,13 @@ def _computed(seconds: float) -> PassSegment:
 
 
 def _waited(group: str, seconds: float, hidden_share: float) -> PassSegment:
-    """Return a collective whose hidden fraction overlaps with the compute that follows."""
+    """Return the segment of a collective whose hidden fraction overlaps with the compute that follows."""
     return PassSegment(seconds * (1 - hidden_share), group, sends_s=seconds)
 
 
 def _beside(attention_s: float, ring_s: float, cp: int) -> PassSegment:
-    """Return attention that overlaps with the ring. Attention to a rank's own block overlaps with the arrival of the
-    first block; attention to the last block begins after the ring has ended."""
+    """Return the segment of attention that overlaps with the ring of context parallelism. Attention to a rank's own
+    block overlaps with the arrival of the first block. Attention to the last block begins after the ring has ended."""
     if ring_s <= 0:
         return _computed(attention_s)
     waits_s = max(0.0, ring_s - attention_s * (cp - 1) / cp)
@@ -216,8 +221,8 @@ def _beside(attention_s: float, ring_s: float, cp: int) -> PassSegment:
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """The passes and stages of a job on one network. `crossing` contains the kinds of collectives that cross servers;
-    only these collectives use circuits and bound windows."""
+    """The passes and stages of a job on one network. `crossing` contains the kinds of collectives that cross servers.
+    Only these collectives use circuits and delimit windows."""
 
     job: TrainJob
     passes: tuple[Pass, Pass]  # forward, backward
@@ -227,7 +232,7 @@ class StageLoad:
 
     def schedule(self, gather_s: float = 0.0) -> PipelineSchedule:
         """Return the schedule of the passes. Gathering all parameters takes `gather_s` and overlaps with the first
-        forward pass."""
+        forward passes."""
         if not gather_s:
             return run(self.ops, self.stages, self.job.micro_batches)
         layout = self.job.layout
@@ -236,7 +241,7 @@ class StageLoad:
         return run(self.ops, replace(self.stages, gathered_s=gathered_s), self.job.micro_batches)
 
     def sends(self, segment: PassSegment) -> bool:
-        """Return whether the collective of a segment sends over the network."""
+        """Return whether a segment contains a collective that is sent between servers."""
         return segment.sends_s > 0 and segment.group in self.crossing
 
     @property
@@ -249,14 +254,14 @@ class StageLoad:
         return float(self.stages.pass_s[op.side, op.stage])
 
     def sends_share(self, op: PipelineOp) -> float:
-        """Return the fraction of an op's duration during which its collectives use the network."""
+        """Return the fraction of a pass's duration during which its collectives use the network between servers."""
         sends_s = sum(segment.sends_s for segment in self.passes[op.side].segments if self.sends(segment))
         return min(1.0, sends_s * self.job.stage_layers[op.stage] / self.op_s(op))
 
 
 def loaded(job: TrainJob, once_s: Mapping[str, float], crossing: frozenset[str]) -> StageLoad:
-    """Return the load of a job. `once_s` is the duration of each kind of collective in the forward and backward
-    passes."""
+    """Return the load of a job on a network. `once_s` contains the duration, in seconds, of each kind of collective in
+    the forward and backward passes. `crossing` contains the kinds that cross servers."""
     compute = compute_of(job)
     passes = passes_of(job, compute, once_s)
     pass_s = np.outer([each.seconds for each in passes], job.stage_layers)

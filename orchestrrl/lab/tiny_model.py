@@ -1,6 +1,6 @@
 """Create a tiny random Qwen2 model and its tokenizer, to run vLLM without a GPU and without a download.
 
-It runs as a script in vLLM's environment, where OrchestrRL is not installed:
+This module runs as a script in vLLM's environment, where OrchestrRL is not installed:
 
     .venv-vllm/bin/python orchestrrl/lab/tiny_model.py DIR
 """
@@ -22,7 +22,8 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(directory: Path, seed: int) -> tuple[int, int]:
-    """Train a byte-level BPE tokenizer on random words and save it. Return the ids of the start and end tokens."""
+    """Train a byte-level BPE tokenizer on random words and save it in `directory`. Return the ids of the start and end
+    tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -50,7 +51,8 @@ def make_tokenizer(directory: Path, seed: int) -> tuple[int, int]:
 
 
 def make_model(directory: Path, seed: int, start_id: int, end_id: int) -> None:
-    """Save a model with random float32 weights. The head size is 32, the minimum of vLLM's CPU attention."""
+    """Save a model with random float32 weights in `directory`. The head size is 32, the smallest that vLLM's CPU
+    attention supports."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

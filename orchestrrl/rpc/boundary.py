@@ -1,8 +1,9 @@
 """Intercept the calls of every method of a gRPC server, decode and check their messages, and end failed calls.
 
-A message that does not decode or has values out of range is answered with INVALID_ARGUMENT, and a message that exceeds
-a limit with RESOURCE_EXHAUSTED. Both are logged on one line. ranges.py defines the rules. An unexpected exception is
-treated as a defect of the daemon. It is counted, logged once and answered with INTERNAL, and the server continues.
+A message that cannot be decoded or has values out of range is answered with INVALID_ARGUMENT, and a message that
+exceeds a limit with RESOURCE_EXHAUSTED. Both cases are logged on one line. ranges.py defines the valid values. An
+unexpected exception is treated as a defect of the daemon. It is counted, logged once and answered with INTERNAL, and
+the server continues.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ DEFECT = "internal error, see the server's log"
 
 
 class BoundaryInterceptor(grpc.aio.ServerInterceptor):
-    """The interceptor of one server. `defects` counts the unexpected exceptions."""
+    """The interceptor of one gRPC server. `defects` counts the unexpected exceptions in calls."""
 
     def __init__(self, limits: LimitSettings, defects: Defects) -> None:
         self._limits = limits
@@ -51,7 +52,7 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Count a call as open. Raises LimitReached if too many calls are open."""
+        """Count a call as open during the `with` statement. Raises LimitReached if too many calls are open."""
         if self._open >= self._limits.calls:
             raise LimitReached(
                 f"(call): at most {self._limits.calls} calls may be open at a time (limits.calls), got"
@@ -80,7 +81,8 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         return message
 
     async def end(self, method: str, context: Context, error: Exception) -> None:
-        """End the call with the error's status."""
+        """End the call with the gRPC status that corresponds to the error. An unexpected error is counted as a
+        defect."""
         if isinstance(error, OrchestrRLError | DriverError):
             if isinstance(error, ProblemFaults | LimitReached):
                 logger.warning("refused call %s of %s: %s", method, context.peer(), few(str(error).splitlines(), 3))
@@ -90,7 +92,7 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _Call:
-    """One call of a method."""
+    """One call of a gRPC method. Its messages are checked before the handler receives them."""
 
     def __init__(self, boundary: BoundaryInterceptor, method: str, handler: Any) -> None:
         self._boundary = boundary
@@ -119,8 +121,8 @@ class _Call:
 
     @asynccontextmanager
     async def _ending(self, context: Context) -> AsyncIterator[None]:
-        """Count the call as open during the block. If the handler raises an exception or a message was refused, end the
-        call with the corresponding status."""
+        """Count the call as open during the `async with` statement. If the handler raises an exception or a message was
+        refused, end the call with the corresponding status."""
         try:
             try:
                 with self._boundary.opened():
@@ -150,8 +152,8 @@ class _Call:
 
 
 def _is_no_lost_answer(record: logging.LogRecord) -> bool:
-    """Return False for gRPC's traceback about an answer that could not be sent because the client has disconnected, for
-    example after its deadline. Return True for all other log records."""
+    """Return False for gRPC's traceback about a response that could not be sent because the client has disconnected,
+    for example after its deadline. Return True for all other log records."""
     error = record.exc_info[1] if record.exc_info else None
     if not isinstance(error, grpc.aio.InternalError):
         return True

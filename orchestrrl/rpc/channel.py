@@ -46,7 +46,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Delays between attempts: doubled from `first_s` to `cap_s`, each with jitter within its upper half."""
+    """The delays between attempts to connect. They double from `first_s` to `cap_s`. Jitter shortens each delay by up
+    to half."""
 
     first_s: float = 0.1
     cap_s: float = 1.0
@@ -94,7 +95,7 @@ async def stay_connected(
 
 
 async def _ending(conversation: Coroutine[Any, Any, None]) -> str | BaseException:
-    """Await the end of the conversation. Return the reason for the end as a text, or the exception if it is
+    """Wait until the conversation ends. Return the reason for the end as a text, or the exception if it is
     unexpected."""
     task = asyncio.create_task(conversation)
     try:

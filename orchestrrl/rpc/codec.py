@@ -1,10 +1,10 @@
 """Convert frozen dataclasses to protobuf messages and back, by their types.
 
 A field and its counterpart have the same name, or differ as in `engine` and `engine_id`, `requests` and `request_ids`,
-or `sampled_s` and `sampled_unix_s`. A `Codec` states all other differences. Enum members are matched by their names in
-the .proto, None is converted to an absent or empty field, and nested dataclasses are converted to messages. A field
-without a counterpart on either side raises TypeError at the first conversion. For speed, a function is compiled for
-each direction.
+or `sampled_s` and `sampled_unix_s`. All other differences are arguments of a `Codec`. Enum members are matched by their
+names in the .proto, None is converted to an absent or empty field, and nested dataclasses are converted to messages. If
+a field of either side has no counterpart on the other side, the first conversion raises TypeError. For speed, a
+function is compiled for each direction.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -37,8 +37,8 @@ Converter = Union["Via", "EnumCodec[Any]", "Codec[Any, Any]", "_Items"]
 
 @dataclass(frozen=True, slots=True)
 class Via:
-    """A converter that consists of two functions. If `from_message` is given, it reads the value from the enclosing
-    message, in place of `from_pb`."""
+    """A converter that consists of two functions. A function that is None leaves the value unchanged. If `from_message`
+    is given, it replaces `from_pb` and reads the value from the enclosing message."""
 
     to_pb: Convert | None = None
     from_pb: Convert | None = None
@@ -47,14 +47,15 @@ class Via:
 
 @dataclass(frozen=True, slots=True)
 class Whole(Via):
-    """A converter of a repeated field. Its functions convert all items of the field in one call."""
+    """A converter of a repeated field. Each function converts all items of the field in one call."""
 
 
 class EnumCodec(Generic[Member]):
-    """Converts the members of `kind` to the values with the same names in an enum of the .proto.
+    """Converts the members of `kind` to the values with the same names in an enum of the .proto, and back.
 
-    `unspecified` is read for 0 and for values of a newer protocol, and is sent for members missing in the .proto. If
-    `unspecified` is None, these values and members raise ValueError.
+    The member `unspecified` is read for 0 and for values of a newer protocol, and is sent for members missing in the
+    .proto. If `unspecified` is None, reading such values raises ValueError, and missing members raise TypeError at
+    construction.
     """
 
     def __init__(self, kind: type[Member], enum: Any, unspecified: Member | None = None) -> None:
@@ -71,7 +72,7 @@ class EnumCodec(Generic[Member]):
         self.from_pb: Callable[[int], Member] = self.reader(enum.name)
 
     def reader(self, name: str, is_optional: bool = False) -> Callable[[int], Any]:
-        """Return the function that reads the field `name`. If the field is optional, unspecified values are read as
+        """Return the function that reads the field `name`. If `is_optional` is set, values without a member are read as
         None."""
 
         def read(number: int) -> Member | None:
@@ -84,9 +85,9 @@ class EnumCodec(Generic[Member]):
 
 
 class Codec(Generic[Value, Pb]):
-    """Converts a dataclass to a message and back. `specs` describes the fields that do not follow the rules, keyed by
-    their names in the dataclass. A property in `specs` is written but not read. `beside` contains the names of fields
-    of the message that have no counterpart. The caller sets these fields."""
+    """Converts a dataclass to a message and back. `specs` describes the fields that do not follow the rules of this
+    module, keyed by their names in the dataclass. A property in `specs` is written but not read. `beside` contains the
+    names of fields of the message that have no counterpart. The caller sets these fields."""
 
     def __init__(self, kind: type[Value], message: type[Pb], /, beside: str = "", **specs: "Spec") -> None:
         self.kind = kind
@@ -141,7 +142,7 @@ class OneOf:
         return {name: codec.to_pb(value)}
 
     def from_message(self, message: Message) -> Any:
-        """Read the field that is set. Raises ValueError if none of the known fields is set."""
+        """Return the value of the field that is set. Raises ValueError if none of the known fields is set."""
         name = message.WhichOneof(self.name)
         if name not in self.codecs:
             raise ValueError(f"{self.name} must be set to a field that this version supports, got {name}")
@@ -165,13 +166,13 @@ def rows_to_pb(message: type[Pb], rows: Iterable[Iterable[Any]]) -> list[Pb]:
 
 
 def optional(message: Message, name: str) -> Any:
-    """Return the field's value, or None if it is absent."""
+    """Return the value of the field `name`, or None if the field is absent."""
     return getattr(message, name) if message.HasField(name) else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Items:
-    """Converts a repeated field to a tuple or a set."""
+    """Converts a tuple or a set to a repeated field and back."""
 
     item: Converter | None
     container: type
@@ -190,7 +191,7 @@ class _Items:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A field or property of a dataclass, and its counterpart."""
+    """A field or property of a dataclass, and its counterpart in a message."""
 
     attribute: str
     field: _Field
@@ -210,7 +211,7 @@ class _Pair:
 
     def read(self, names: dict[str, Any], is_needed: bool) -> str:
         """Return the source text of an expression for the attribute's value. Functions that the expression uses are
-        added to `names`."""
+        added to `names`. If `is_needed` is set, the expression raises ValueError for an empty text."""
         name, convert = self.field.name, f"from_{self.attribute}"
         value = f'needed("{name}", message.{name})' if is_needed else f"message.{name}"
         if (from_message := getattr(self.converter, "from_message", None)) is not None:
@@ -253,7 +254,7 @@ class FieldMapping:
 
     @property
     def names(self) -> set[str]:
-        """The names of the message's fields."""
+        """The names of the message's fields that have a counterpart."""
         inner = [*(mapping.names for mapping in self.flat.values()), *(union.codecs for union in self.unions.values())]
         return {pair.field.name for pair in self.pairs}.union(*inner)
 
@@ -290,13 +291,15 @@ class FieldMapping:
 
 
 def _compiled(argument: str, values: Iterable[str], names: dict[str, Any]) -> Convert:
-    """Compile a function of `argument` that returns `names["make"]`, called with the keyword arguments in `values`."""
+    """Compile a function with one parameter, named `argument`, and return it. The function calls `names["make"]` with
+    the keyword arguments in `values`, and returns the result."""
     compiled: Convert = eval(f"lambda {argument}: make({', '.join(values)})", names)
     return compiled
 
 
 def needed(name: str, value: str) -> str:
-    """Return `value`. Raises ValueError, with the field's name, if it is empty."""
+    """Return `value`, the value of the field `name`. Raises ValueError, with the field's name, if the value is
+    empty."""
     if not value:
         raise ValueError(f"{name} must not be empty, got ''")
     return value

@@ -1,4 +1,5 @@
-"""A client of the daemon's Control, Switches, Fabric and Weights services, which raises this project's errors."""
+"""A client of the daemon's Control, Switches, Fabric and Weights services. It raises OrchestrRL's errors in place of
+gRPC's."""
 
 from collections.abc import AsyncGenerator
 from types import TracebackType
@@ -25,8 +26,9 @@ class ControlClient:
         async with ControlClient("127.0.0.1:7070") as client:
             status = await client.call(client.control.GetStatus, control_pb2.GetStatusRequest())
 
-    Every call raises Retryable if the daemon is unreachable, ProblemFaults if the request is malformed, Permanent if
-    the daemon declines it, and OutcomeUnknown if the answer was lost.
+    Every call raises Retryable if the daemon is unreachable or temporarily declines the request, ProblemFaults if the
+    request is malformed, and Permanent if repeating the request cannot succeed. It raises OutcomeUnknown if the outcome
+    is unknown, for example because the response was lost.
     """
 
     def __init__(self, address: str) -> None:
@@ -51,7 +53,7 @@ class ControlClient:
         request: _Request,
         timeout_s: float | None = None,
     ) -> _Response:
-        """Send one request and return the answer, within CALL_TIMEOUT_S by default."""
+        """Send one request and return the response. The default of `timeout_s` is CALL_TIMEOUT_S."""
         call = method(request, timeout=CALL_TIMEOUT_S if timeout_s is None else timeout_s)
         connected = False
         try:
@@ -64,7 +66,7 @@ class ControlClient:
     async def watch(
         self, method: grpc.aio.UnaryStreamMultiCallable[_Request, _Response], request: _Request
     ) -> AsyncGenerator[_Response, None]:
-        """Send one request and yield answers until the daemon ends the stream or the caller stops iterating."""
+        """Send one request and yield responses until the daemon ends the stream or the caller stops iterating."""
         call = method(request)
         connected = False
         try:

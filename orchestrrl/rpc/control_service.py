@@ -1,6 +1,5 @@
-"""The Control service for operators and trainers. It only translates messages; the control plane carries out the
-requests.
-"""
+"""The Control service for operators and trainers. This module only translates messages. The control plane carries out
+the requests."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -187,9 +186,10 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return self._barrier()
 
     async def _waiting_weights(self, lease_id: str, told: int | None) -> tuple[int | None, tuple[EngineId, ...]]:
-        """If a weight version waits for a closed barrier, install it before the barrier opens. Return the version with
-        which the barrier opens, and the engines that do not have this version. `told` is the version that the caller
-        reports. An empty `lease_id` refers to the present lease. If the lease does not exist, nothing is installed."""
+        """If a weight version waits for a closed pause barrier, install it before the barrier opens. Return the version
+        with which the barrier opens, and the engines that do not have this version. `told` is the version that the
+        caller reports. An empty `lease_id` refers to the present lease. If the lease does not exist, nothing is
+        installed."""
         lease, weights = self.fleet.barrier.state.lease, self.daemon.weights.syncs
         if lease is None or lease_id not in ("", lease.id):
             return told, ()
@@ -205,8 +205,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return weights.restarted()
 
     async def _prepare(self, lease_id: str) -> None:
-        """Prepare circuits before the barrier opens. Does nothing if the lease has ended, because requests are then
-        running already."""
+        """Prepare circuits before the pause barrier opens. Does nothing if the lease has ended, because requests are
+        then running already."""
         lease, prepare = self.fleet.barrier.state.lease, self.daemon.before_resume
         if (
             prepare is not None
@@ -287,8 +287,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return control_codec.redeployment_to_pb(redeployer.cancel(request.redeployment_id, request.reason))
 
     def _recorded(self) -> list[RedeploymentReport]:
-        """Return the reports of redeployments in the journal, newest first. Earlier daemons with a deployer wrote these
-        reports."""
+        """Return the reports of redeployments in the journal, newest first. Earlier daemons that had a deployer wrote
+        these reports."""
         return list(reversed(read_history(self.journal).values()))
 
     def _redeploying(self) -> RedeploymentController:

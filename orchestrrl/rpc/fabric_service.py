@@ -1,6 +1,5 @@
-"""The Fabric service. Agents use it to report windows, trainers to announce periods, and operators to inspect, pin and
-mask circuits.
-"""
+"""The Fabric service. Agents use it to report slack windows, trainers to announce periods, and operators to inspect,
+pin and mask circuits."""
 
 import asyncio
 import json
@@ -36,9 +35,8 @@ NO_FABRIC = "no optical fabric is configured: set fabric.site in the daemon's co
 
 
 class FabricService(fabric_pb2_grpc.FabricServicer):
-    """The servicer of the Fabric service. Agents report windows even if no fabric is configured, so that
-    `orchestrrl fabric slack` can display them.
-    """
+    """The servicer of the Fabric service. Agents report slack windows even if no fabric is configured, so that
+    `orchestrrl fabric slack` can display them."""
 
     def __init__(self, fabric: FabricParts, hub: WindowTracker, clock: Clock) -> None:
         self._fabric = fabric
@@ -147,7 +145,8 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
         return VERIFICATION.to_pb(await self._fabric.verifier.verify(request.walk))
 
     def _announced(self, message: pb.Announcement) -> None:
-        """Accept an announcement from a traced process. The process receives no answer."""
+        """Accept the announcement of a period from a traced process. The process receives no response, so an invalid
+        announcement is only logged."""
         if self._fabric.coordinator is None:
             return
         try:

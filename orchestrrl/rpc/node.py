@@ -1,4 +1,4 @@
-"""The client that agents and gateways use to carry out the daemon's operations, once per id, and to send reports to the
+"""The client of agents and gateways. It carries out each of the daemon's operations once and sends reports to the
 daemon."""
 
 import asyncio
@@ -51,7 +51,8 @@ class NodeLink:
         self.connected = False
 
     async def run(self) -> None:
-        """Attach, and attach again whenever the daemon disconnects. Ends only by cancellation."""
+        """Attach to the daemon, and attach again whenever the daemon disconnects. The call ends only by
+        cancellation."""
         try:
             name = f"{self._hello.node_id} operations"
             await stay_connected(self._target, self._converse, clock=self._clock, name=name)
@@ -104,7 +105,7 @@ class ReportStream:
     breaks.
 
     `make_report` is awaited for each report, which gets a timestamp when it is sent. `on_open` is called when a stream
-    begins, before its first report, and `on_ack` with each acknowledgement.
+    begins, before its first report. `on_ack` is called with each acknowledgement.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class ReportStream:
         self._acked = 0.0, 0.0  # the daemon's time in its latest acknowledgement, and the time of its arrival
 
     async def run(self) -> None:
-        """Send reports, and reopen the stream whenever the daemon disconnects. Ends only by cancellation."""
+        """Send reports, and reopen the stream whenever the daemon disconnects. The call ends only by cancellation."""
         await stay_connected(self._target, self._converse, clock=self._clock, name=self._method_name)
 
     async def _converse(self, channel: grpc.aio.Channel, established: Established) -> None:

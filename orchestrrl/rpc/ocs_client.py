@@ -3,8 +3,8 @@ written in any language.
 
 The driver process locks the device, enforces time limits and reads back changes. This driver manages the connection to
 that process. If the connection breaks during a commit, the outcome is unknown, and the device is read before another
-command is sent. A restarted process does not know which circuits it owns. This driver has a record of these circuits,
-and restores their ownership.
+command is sent. A restarted process has lost the record of the circuits that it owns. This driver keeps its own record
+and uses it to restore the ownership.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ class GrpcOptions(CheckedOptions):
 
 
 class GrpcSwitch(FromOptions, options=GrpcOptions):
-    """An OcsDriver that forwards every call to the process at `target`, `HOST:PORT` or `unix:PATH`."""
+    """An OcsDriver that forwards every call to the driver process at `target`, `HOST:PORT` or `unix:PATH`."""
 
     def __init__(self, device: str, *, clock: DeviceClock | None = None, **given: Any) -> None:
         try:
@@ -195,8 +195,8 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
             return reading, False
 
     async def _as_owner(self, call: Callable[[], Awaitable[Response]]) -> Response:
-        """Perform the call and return the answer. If the call was refused because the process had lost the ownership of
-        circuits, restore the ownership and repeat the call once."""
+        """Perform the call and return the response. If the call was refused because the driver process had lost the
+        ownership of circuits, restore the ownership and repeat the call once."""
         try:
             return await call()
         except CircuitConflict:
@@ -205,8 +205,8 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
             return await call()
 
     async def _owning(self, call: Callable[[], Awaitable[ocs_pb2.CommitResult]], wanted: CommandSteps) -> CommitResult:
-        """Carry out a change and update the ownership. Circuits with an unknown outcome may still appear, so they are
-        treated as owned."""
+        """Carry out a change and update the ownership. Circuits with an unknown outcome may still appear on the device,
+        so they are treated as owned."""
         claimed = frozenset(wanted.add) - self._ownership.pairs
         self._ownership.take(claimed)
         try:
@@ -216,8 +216,8 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
             raise
 
     async def _settled(self, call: Awaitable[ocs_pb2.CommitResult], wanted: CommandSteps) -> CommitResult:
-        """Perform the call and return its answer. If the answer is lost or invalid, read the device until the change is
-        complete or the time limit has passed, and return a result that reflects the state of the device."""
+        """Perform the call and return its result. If the result is lost or invalid, read the device until the change is
+        complete or a time limit has passed. Then return a result that reflects the state of the device."""
         try:
             result = convert.RESULT.from_pb(await call)
             if [item.cross_connect for item in result.items] == [*wanted.remove, *wanted.add]:
@@ -289,7 +289,9 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
     async def _call(
         self, command: str, request: Message, timeout_s: float | None = None, *, is_setter: bool = False
     ) -> Any:
-        """Call the method `command` and return its answer."""
+        """Call the method `command` of the driver process and return its response. Raises a DriverError if the call
+        fails. `is_setter` is set if the call may change the device, so that the outcome is unknown if the response is
+        lost."""
         try:
             return await getattr(self._opened()[1], command)(request, timeout=timeout_s or self._command_timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -333,7 +335,8 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
 
 @dataclass(frozen=True, slots=True)
 class _ArmedCommit:
-    """A call that has sent the commit and waits for the signal to start it."""
+    """A commit that the driver process has received and that waits for the signal to start. `carry_out` sends the
+    signal and returns the result."""
 
     call: "_CommitCall"
     carry_out: Callable[[], Awaitable[CommitResult]]
@@ -352,7 +355,8 @@ def _commit_request(diff: CircuitDiff, expect_revision: int, revert_in_s: float 
 
 
 def _unfit_ports(named: Mapping[str, Iterable[CrossConnect]]) -> list[str]:
-    """Return the faults of port numbers that do not fit into the message."""
+    """Return a fault for each port number that does not fit into a message. `named` maps the names of parameters to
+    their circuits."""
     return [
         f"{name}[{index}].{side}: must be within 0..{LARGEST_PORT}, got {port}"
         for name, pairs in named.items()
@@ -363,9 +367,8 @@ def _unfit_ports(named: Mapping[str, Iterable[CrossConnect]]) -> list[str]:
 
 
 def _not_here(items: Iterable[CrossConnectResult]) -> list[CrossConnect]:
-    """Return the circuits that cannot appear later, because they were removed, or were refused before a command was
-    sent.
-    """
+    """Return the circuits that cannot appear on the device later, because they were removed, or were refused before a
+    command was sent."""
     return [
         item.cross_connect
         for item in items

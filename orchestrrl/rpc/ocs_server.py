@@ -1,4 +1,4 @@
-"""Serve any driver as `OcsDriver`, so that a separate process can drive a device."""
+"""Serve any driver through the gRPC service `OcsDriver`, so that a separate process can drive a device."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -23,8 +23,8 @@ ERROR_METADATA = "ocs-driver-error-bin"
 
 
 class OcsDriverService(ocs_pb2_grpc.OcsDriverServicer):
-    """The servicer for one driver. A commit is completed even if the client disconnects, because a half-finished change
-    must not remain."""
+    """The gRPC service of one driver. A commit is completed even if the client disconnects, because a half-finished
+    change must not remain."""
 
     def __init__(self, driver: OcsDriver) -> None:
         self._driver = driver
@@ -91,7 +91,8 @@ class OcsDriverService(ocs_pb2_grpc.OcsDriverServicer):
 
 class DriverBoundary(BoundaryInterceptor):
     """The interceptor of a driver's server. Driver errors are returned with all of their fields in the trailing
-    metadata. A defect of the driver is answered with INTERNAL, because the driver may have sent a command."""
+    metadata. A defect of the driver is answered with INTERNAL. The client then treats the outcome of a change as
+    unknown, because the driver may have sent a command."""
 
     async def end(self, method: str, context: Context, error: Exception) -> None:
         if isinstance(error, DriverError):
@@ -115,7 +116,8 @@ def status_of(error: DriverError) -> grpc.StatusCode:
 
 
 async def serve_driver(driver: OcsDriver, address: str) -> tuple[grpc.aio.Server, int]:
-    """Start a server for one device at `address` (port 0: any free port). Return the server and its port."""
+    """Start a server for one device at `address`, where port 0 selects any free port. Return the server and its
+    port."""
     boundary = DriverBoundary(LimitSettings(), Defects(WallClock(), lambda _: None))
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(boundary,))
     ocs_pb2_grpc.add_OcsDriverServicer_to_server(OcsDriverService(driver), server)

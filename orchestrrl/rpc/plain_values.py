@@ -1,4 +1,4 @@
-"""Convert a protobuf message to plain JSON values. Numbers stay numbers, enums become lower-case names, and unknown
+"""Convert a protobuf message to plain JSON values. Numbers are unchanged, enums become lower-case names, and unknown
 values become null."""
 
 import math
@@ -13,7 +13,7 @@ _EnumDescriptor = Any
 
 
 def plain(message: "Message") -> dict[str, Any]:
-    """Return a dictionary with every field, keyed by its name in the .proto and in the order of that file. Absent
+    """Return a dictionary with every field of the message, keyed by its name and in the order of the .proto. Absent
     optional fields, unspecified enums, absent messages and numbers without a JSON form (infinite, not a number) are
     None."""
     return {field.name: _field(message, field) for field in message.DESCRIPTOR.fields}
@@ -40,7 +40,7 @@ def _value(value: Any, field: _FieldDescriptor) -> Any:
 
 def _enum_name(number: int, enum: _EnumDescriptor) -> str | None:
     """Return the value's name in lower case without the enum's prefix, such as `ok` for `ENGINE_HEALTH_OK`. Return the
-    decimal digits of a number that this version does not define, and None for an unspecified value."""
+    decimal digits for a number that this version does not define, and None for an unspecified value."""
     known = enum.values_by_number.get(number)
     if known is None:
         return str(number)
@@ -49,5 +49,5 @@ def _enum_name(number: int, enum: _EnumDescriptor) -> str | None:
 
 
 def enum_prefix(name: str) -> str:
-    """Return the prefix of an enum's value names: `ENGINE_HEALTH_` for EngineHealth."""
+    """Return the prefix of an enum's value names, for example `ENGINE_HEALTH_` for EngineHealth."""
     return "".join(f"_{letter}" if letter.isupper() else letter.upper() for letter in name).lstrip("_") + "_"

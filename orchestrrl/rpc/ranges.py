@@ -1,10 +1,10 @@
 """Check the values in messages that servers receive. Numbers must be in range, and texts and lists must have a bounded
 size.
 
-The rule of a field depends on its type. Numbers of seconds, rates and shares must be finite, >= 0 and <= `MOST_NUMBER`.
-Integers must fit into signed 64-bit integers, enum values must be known, and texts must not be too long. `_NAMED` and
-`_RULES` list the fields with other rules. A text whose name ends in `_json` is limited only by the size of its message.
-The code that parses the text checks its content.
+The rule of a field depends on its type. Times in seconds, rates and fractions must be finite, >= 0 and <=
+`MOST_NUMBER`. Integers must fit into signed 64-bit integers, enum values must be known, and texts must not be too long.
+`_NAMED` and `_RULES` list the fields with other rules. A text field whose name ends in `_json` is limited only by the
+size of its message. The code that parses the text checks its content.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -41,9 +41,9 @@ STEP_ITEMS = 1000  # messages of a list that are checked at a time
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """The rule of one field. `most` is the largest number, the maximum length of a text or, for a list, the maximum
-    number of items. If `most` is None, the limit of the type applies. `key` is the setting in the section `limits` that
-    contains the maximum number of items of a list."""
+    """The rule for the values of one field. `most` is the largest number, the maximum length of a text or, for a list,
+    the maximum number of items. If `most` is None, the limit of the type applies. `key` is the setting in the section
+    `limits` that contains the maximum number of items of a list."""
 
     most: float | None = None
     least: float = 0
@@ -111,8 +111,8 @@ def checking(message: Message, limits: "LimitSettings") -> Iterator[None]:
     """Check the message. The iterator yields after every `STEP_ITEMS` messages of a list, so that the caller can do
     other work.
 
-    Raises LimitReached with the configuration key if a list has too many items, otherwise ProblemFaults with every
-    fault, at most `MOST_FAULTS`.
+    Raises LimitReached, with the configuration key, if a list exceeds a configured limit. Raises ProblemFaults, with at
+    most `MOST_FAULTS` faults, if a value is invalid.
     """
     faults: list[str] = []
     yield from _checks_of(message.DESCRIPTOR).check(message, "", limits, faults)
@@ -122,7 +122,7 @@ def checking(message: Message, limits: "LimitSettings") -> Iterator[None]:
 
 
 def needed_fields(descriptor: _Descriptor) -> frozenset[str]:
-    """Return the text fields of a message that must not be empty."""
+    """Return the names of the text fields of a message that must not be empty."""
     rules = _RULES.get(descriptor.name, {})
     return frozenset(
         name for name, rule in rules.items() if rule.needed and descriptor.fields_by_name[name].enum_type is None
@@ -130,8 +130,8 @@ def needed_fields(descriptor: _Descriptor) -> frozenset[str]:
 
 
 class _Checks:
-    """The checks of one message type. An absent field is read as 0, which is accepted unless the field's rule has a
-    larger `least`."""
+    """The checks of one message type. An absent optional number is accepted. Any other absent number is read as 0,
+    which is rejected if the field's rule has a larger `least`."""
 
     def __init__(self, descriptor: _Descriptor) -> None:
         self._numbers: list[tuple[str, float, float]] = []  # field, least, most
@@ -184,7 +184,7 @@ class _Checks:
                 yield from _checks_of(inner).check(getattr(message, name), f"{path}{name}.", limits, faults)
 
     def _faults(self, message: Any) -> list[str]:
-        """Return the faults of the fields that are neither lists nor messages."""
+        """Return the faults of those fields of a message that are neither lists nor messages."""
         faults = []
         for name, least, most in self._numbers:
             if not least <= (value := getattr(message, name)) <= most:  # also False for NaN
@@ -223,7 +223,8 @@ def _beyond(value: float, least: float, most: float) -> str:
 
 
 def _check_of(field: _Field, rule: _Rule) -> _Check:
-    """Return a function that checks one value of a field that is not a message."""
+    """Return a function that checks one value of a field that is not a message. The function returns the fault, or an
+    empty text if there is none."""
     if field.enum_type is not None:
         known = {value.number: value.name for value in field.enum_type.values if value.number or not rule.needed}
         return lambda value: "" if value in known else f"must be one of {', '.join(known.values())}, got {value}"
@@ -259,8 +260,8 @@ def _characters(name: str, rule: _Rule) -> float:
 
 
 def _check_count(path: str, count: int, rule: _Rule, limits: "LimitSettings", faults: list[str]) -> None:
-    """Check the number of items of a list. Raises LimitReached if a configured limit is exceeded. If another limit is
-    exceeded, adds a fault to `faults`."""
+    """Check the number of items of a list. If a configured limit is exceeded, raise LimitReached. If another limit is
+    exceeded, add a fault to `faults`."""
     if rule.key and count > (most := getattr(limits, rule.key)):
         raise LimitReached(f"{path}: must have at most {most} items (limits.{rule.key}), got {count}")
     most = MOST_ITEMS if rule.most is None else rule.most

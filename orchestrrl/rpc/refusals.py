@@ -25,7 +25,7 @@ _Value = TypeVar("_Value")
 
 
 async def refuse(context: Context, error: OrchestrRLError | DriverError | ValueError) -> NoReturn:
-    """End the call with the status for this error."""
+    """End the call with the gRPC status that corresponds to the error."""
     code = grpc.StatusCode.INTERNAL
     match error:
         case ProblemFaults() | InvalidChange() | ValueError():

@@ -1,6 +1,6 @@
 """The daemon's gRPC server. It offers every service of proto/, health checks and reflection, on TCP and a Unix socket.
 
-The servicers only translate messages; the control plane carries out the requests.
+The servicers only translate messages. The control plane carries out the requests.
 """
 
 import asyncio
@@ -87,7 +87,8 @@ class TelemetryService(telemetry_pb2_grpc.TelemetryServicer):
 
 
 async def _in_steps(convert: Callable[[_Message], _Value], messages: Sequence[_Message]) -> tuple[_Value, ...]:
-    """Convert the messages in steps, so that other calls can continue between the steps."""
+    """Convert messages with `convert` and return the values. The work is done in steps, so that other calls can
+    continue between the steps."""
     values: list[_Value] = []
     for first in range(0, len(messages), STEP_ITEMS):
         if first:
@@ -131,7 +132,7 @@ class NodeService(agent_pb2_grpc.NodeServicer):
 
 
 class DaemonServer:
-    """The running server. `address` has the port that was chosen if the configured port is 0."""
+    """The daemon's running gRPC server. `address` contains the actual port if the configured port is 0."""
 
     def __init__(self, server: grpc.aio.Server, status: "health.aio.HealthServicer", address: str) -> None:
         self._server = server
@@ -142,7 +143,8 @@ class DaemonServer:
     async def start(
         cls, daemon: Daemon, listen: ListenSettings, switches: control_pb2_grpc.SwitchesServicer
     ) -> "DaemonServer":
-        """Bind the addresses and start to serve. Raises Permanent if an address cannot be bound."""
+        """Bind the configured addresses, start to serve, and return the server. Raises Permanent if an address cannot
+        be bound."""
         fleet, weights, clock = daemon.fleet, daemon.weights, daemon.fleet.clock
         # Otherwise Linux lets two daemons share a port, and each would receive some of the nodes.
         limits = fleet.config.limits
@@ -175,7 +177,7 @@ class DaemonServer:
         return cls(server, status, f"{listen.address.rpartition(':')[0]}:{port}")
 
     async def stop(self, grace_s: float) -> None:
-        """Announce the shutdown, let calls end within `grace_s`, then cancel them."""
+        """Announce the shutdown, let calls end within `grace_s`, then cancel the remaining calls."""
         await self._status.enter_graceful_shutdown()
         await self._server.stop(grace_s)
 

@@ -54,7 +54,8 @@ _FACTS = Codec(
 
 
 def drivers_of(settings: Iterable[SwitchSettings], clock: Clock) -> dict[str, OcsDriver]:
-    """Make a driver for every entry of the section `ocs`. Raises ProblemFaults with every fault of all entries."""
+    """Create a driver for every entry of the section `ocs`. If any entries are invalid, raises ProblemFaults with all
+    of their faults."""
     drivers: dict[str, OcsDriver] = {}
     faults: list[str] = []
     for index, entry in enumerate(settings):
@@ -68,8 +69,8 @@ def drivers_of(settings: Iterable[SwitchSettings], clock: Clock) -> dict[str, Oc
 
 
 class SwitchesService(control_pb2_grpc.SwitchesServicer):
-    """Serves the given switches. `settings` is the configuration from which they were created. The daemon calls `close`
-    when it shuts down."""
+    """Serves the given switches. `settings` is the configuration from which their drivers were created. The daemon
+    calls `close` when it shuts down."""
 
     def __init__(
         self, switches: Mapping[str, OcsDriver], executor: CircuitExecutor, settings: Sequence[SwitchSettings] = ()
@@ -80,8 +81,8 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
         self._under_way: set[asyncio.Future[CircuitOutcome]] = set()
 
     async def close(self) -> None:
-        """Wait up to `DRAIN_S` for running changes, then close the drivers. Changes that have not ended stay open in
-        the journal for the next daemon."""
+        """Wait up to `DRAIN_S` seconds for running changes, then close the drivers. Changes that have not ended stay
+        open in the journal for the next daemon."""
         if self._under_way:
             await asyncio.wait(self._under_way, timeout=DRAIN_S)
         for change in self._under_way:

@@ -96,7 +96,8 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
             yield message
 
     async def ListSyncs(self, request: pb.ListSyncsRequest, context: Context) -> pb.ListSyncsResponse:
-        """Return as many of the stored syncs as fit into a message."""
+        """Return the newest stored syncs that fit into a message. There are at most `request.limit` of them, unless the
+        limit is 0."""
         listed: list[pb.SyncReport] = []
         size = ENVELOPE_BYTES
         for report in self._syncs.history(request.limit):
@@ -132,8 +133,8 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, status_text(error))
 
     async def _follow(self, sync_id: str, context: Context) -> AsyncIterator[pb.SyncReport]:
-        """Yield a report immediately after each new step. Progress within a step is reported at most once every
-        `TOLD_EVERY_S` seconds, because the report of a large fleet is large."""
+        """Yield a report immediately after each new step of a sync. Progress within a step is reported at most once
+        every `TOLD_EVERY_S` seconds, because the report of a large fleet is large."""
         seen: SyncReport | None = None
         told_s = 0.0
         async for report in self._syncs.follow(sync_id):

@@ -1,1 +1,1 @@
-"""Weight sync: store, send, receive and install versions of the weights."""
+"""Weight sync, which stores, sends, receives and installs versions of the weights."""

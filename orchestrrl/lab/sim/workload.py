@@ -1,6 +1,6 @@
 """Draw the requests of each generation step from a scenario's distributions. The functions have no side effects.
 
-Lengths are drawn by quantile, with a Gaussian copula within a prompt, so that samples of one prompt are correlated.
+Lengths are drawn by quantile. A Gaussian copula correlates the lengths of the samples of one prompt.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,8 @@ MEAN_OF = 4096  # quantiles
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
-    """A simulated request. Only engines and an oracle may read `output_tokens`, the length of its answer."""
+    """A simulated request. `output_tokens` is the length of its answer. Only engines and a planner with known lengths
+    may read this field."""
 
     id: RequestId
     group: str
@@ -37,7 +38,8 @@ class SimRequest:
     max_tokens: int = 1 << 20
 
     def submit(self, engine: Scheduler, at_s: float, generated: int = 0, *, prefilled: bool = False) -> None:
-        """Queue the request on an engine, with `generated` tokens of its answer already generated."""
+        """Queue the request on an engine at time `at_s`. `generated` is the number of tokens of its answer that have
+        already been generated. If `prefilled` is set, the engine has the KV of these tokens and of the prompt."""
         engine.submit(
             at_s,
             self.id,
@@ -50,7 +52,8 @@ class SimRequest:
 
 
 def requests_of_step(workload: WorkloadSection, seed: int, step: int) -> list[SimRequest]:
-    """Return the step's requests in the order of submission, grouped by prompt. Equal arguments give equal requests."""
+    """Return the requests of a generation step in the order of submission, grouped by prompt. Equal arguments give
+    equal requests."""
     rng = np.random.default_rng((seed, step))
     prompts, samples = workload.prompts, workload.samples
     prompt_tokens, of_prompt = _drawn_prompts(workload, rng)
@@ -70,8 +73,8 @@ def requests_of_step(workload: WorkloadSection, seed: int, step: int) -> list[Si
 
 
 def redrawn(workload: WorkloadSection, seed: int, step: int, times: int) -> NDArray[np.int64]:
-    """Return alternative output lengths of the step's requests for the same prompts, as an array indexed by [draw,
-    request]."""
+    """Draw the output lengths of a step's requests again, `times` times, for the same prompts. Return the lengths in
+    tokens, as an array indexed by [draw, request]."""
     _, of_prompt = _drawn_prompts(workload, np.random.default_rng((seed, step)))
     rng = np.random.default_rng((seed, step, times))
     shape = (workload.prompts, workload.samples)
@@ -86,15 +89,16 @@ def mean_tokens(workload: WorkloadSection) -> float:
 
 
 def _drawn_prompts(workload: WorkloadSection, rng: np.random.Generator) -> tuple[NDArray[np.int64], Floats]:
-    """Return two arrays: the number of tokens of each prompt, indexed by [prompt], and the prompt's contribution to the
-    lengths of its samples, indexed by [prompt, 1]."""
+    """Return two arrays: the number of tokens of each prompt, indexed by [prompt], and a standard normal score that the
+    samples of each prompt share, indexed by [prompt, 1]."""
     low, high = workload.prompt_tokens
     prompt_tokens = rng.integers(low, high + 1, size=workload.prompts)
     return prompt_tokens, rng.standard_normal((workload.prompts, 1))
 
 
 def _lengths(workload: WorkloadSection, of_prompt: Floats, of_sample: Floats, step: int) -> NDArray[np.int64]:
-    """Return the number of output tokens, as an array indexed by [prompt, sample]."""
+    """Return the number of output tokens of each sample, as an array indexed by [prompt, sample]. `of_prompt` and
+    `of_sample` are the standard normal scores of the prompts and of the samples."""
     correlation = workload.correlation
     score = np.sqrt(correlation) * of_prompt + np.sqrt(1 - correlation) * of_sample
     lengths = quantile_function(workload.lengths)(ndtr(score)) * (1 + workload.drift_per_step) ** step
@@ -102,7 +106,8 @@ def _lengths(workload: WorkloadSection, of_prompt: Floats, of_sample: Floats, st
 
 
 def quantile_function(lengths: Lengths) -> Callable[[Floats], Floats]:
-    """Return the function from a probability in 0..1 to a length in tokens, before the length is capped."""
+    """Return the quantile function of a length distribution. It maps a probability in 0..1 to a length in tokens, which
+    is not yet limited to the maximum length."""
     match lengths:
         case LognormalLengths(median_tokens=median, sigma=sigma):
             return lambda u: median * np.exp(sigma * ndtri(np.clip(u, 1e-12, 1 - 1e-12)))

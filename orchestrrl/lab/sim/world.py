@@ -1,6 +1,6 @@
 """Simulate a fleet under the real control plane: engines, agents, a gateway and a deployer on a virtual clock.
 
-The control plane is the production code, and is constructed by the same function as in the daemon.
+The control plane is the production code and is constructed by the same function as in the daemon.
 """
 
 import asyncio
@@ -60,7 +60,8 @@ class _Agent:
 
 
 class World:
-    """A simulated fleet and its control plane. Enter it with `async with`, then call `run_step`."""
+    """A simulated fleet and its control plane. Enter it with `async with`, then call `run_step` for each generation
+    step."""
 
     def __init__(
         self,
@@ -72,7 +73,8 @@ class World:
         share_network: bool = True,
         known_output_tokens: Mapping[RequestId, int] | None = None,
     ) -> None:
-        """Construct the fleet and the daemon. With `known_output_tokens`, the planner uses exact output lengths."""
+        """Construct the fleet and the daemon. If `share_network` is false, concurrent transfers do not slow each other
+        down. With `known_output_tokens`, the planner uses exact output lengths."""
         self.clock = VirtualClock()
         self.kinds = kinds
         self.control = control = scenario.control
@@ -126,7 +128,7 @@ class World:
         self._tasks: list[asyncio.Task[None]] = []
 
     def deploy(self, configuration: ConfigurationId, fleet: Mapping[EngineId, tuple[GpuId, ...]]) -> None:
-        """Place the initial engines."""
+        """Place the initial engines on their GPUs, all with the same configuration."""
         for engine, gpus in fleet.items():
             self.machines.place(self._make_spec(engine, configuration, gpus))
 
@@ -157,7 +159,8 @@ class World:
                 raise outcome
 
     async def advance(self, duration_s: float) -> None:
-        """Advance the virtual clock. Raises the first exception of any task or of the control plane."""
+        """Advance the virtual clock by `duration_s`. If a task or the control plane has failed, raises the first
+        exception."""
         await self.clock.advance(duration_s)
         for task in self._tasks:
             if task.done() and not task.cancelled():
@@ -174,7 +177,9 @@ class World:
         dealt_to: Sequence[EngineId] | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> StepRecord:
-        """Submit the requests and advance the clock until each request has its answer."""
+        """Submit the requests and advance the clock until each request has its answer. `dealt_to` contains the engine
+        for each request. If it is None, the gateway routes the requests. Raises Permanent if no request finishes for
+        `STUCK_AFTER_S` seconds of simulated time."""
         step = StepRecord(self.clock.now_s(), len(requests))
         self.steps.append(step)
         self._send_weights()
@@ -218,7 +223,7 @@ class World:
         self.gateway.engine_died(engine)
 
     def _arrive(self, record: CountedRecord, engine: VirtualEngine, source: VirtualEngine | None) -> None:
-        """Deliver a request's tokens to an engine, and the request's KV from `source` if that is faster than
+        """Submit a request to an engine. The request's KV is transferred from `source` if that is faster than
         recomputation."""
         if source is not None and self.links.kv_transfer:
             passed, wish_gbps = self._path(source, engine)
@@ -257,7 +262,8 @@ class World:
             self._submit(record, engine, prefilled=True)
 
     def _path(self, source: VirtualEngine, target: VirtualEngine) -> tuple[tuple[Node, ...], float]:
-        """Return the nodes whose NICs a transfer uses, and the bandwidth of the engine with fewer GPUs."""
+        """Return the nodes whose NICs a transfer uses, and the maximum bandwidth of the transfer in Gbit/s. The engine
+        with fewer GPUs determines the bandwidth. A transfer within a node uses no NICs."""
         gpus = min(len(source.gpus), len(target.gpus))
         nodes = (source.gpus[0] // self.per_node, target.gpus[0] // self.per_node)
         if nodes[0] == nodes[1]:
@@ -265,7 +271,8 @@ class World:
         return nodes, gpus * self.links.nic_gbps_per_node / self.per_node
 
     def _send_weights(self) -> None:
-        """Start the transfer of the next weight version, which runs during this step."""
+        """Start the transfer of the next weight version to all engines. The transfer runs concurrently with the current
+        step."""
         if not self.links.weight_gbytes:
             return
         for engine in self.engines.values():
@@ -276,7 +283,8 @@ class World:
                 self._in_background(self.network.transfer((node,), wish_gbps, gbytes, "weight sync"))
 
     def _links_changed(self) -> None:
-        """Slow down engines that communicate over congested NICs, and pass the bandwidth left for moves to planning."""
+        """Slow down engines that communicate over congested NICs, and report the bandwidth left for moves to the
+        planner."""
         now_s = self.clock.now_s()
         self.control_plane.planning.share_nics(self.network.left_for_moves())
         for engine in self.engines.values():
@@ -311,7 +319,8 @@ class World:
         self.gateway.progressed(engine, engine.advance(now_s), now_s)
 
     async def _pump(self) -> None:
-        """Advance the engines and send the reports of agents and gateway at their intervals."""
+        """Advance the engines, and send the reports of the agents and the gateway at their intervals, until
+        cancelled."""
         next_scrape_s = next_report_s = self.clock.now_s()
         while True:
             now_s = self.clock.now_s()
@@ -352,7 +361,7 @@ class World:
             )
 
     async def _perform_orders(self, attachment: Attachment) -> None:
-        """Carry out the gateway's orders and send back their results."""
+        """Carry out the daemon's orders at the gateway, and send their results to the daemon."""
         async for operation in attachment.orders():
             self.fleet.result_received(self.gateway.perform(operation))
 

@@ -1,5 +1,5 @@
-"""The management API of a simulated engine, as in vLLM: layout, sleep, elastic expert parallelism, and new weights by
-`reload_weights` or through OrchestrRL's weight-transfer backend."""
+"""The management API of a simulated engine, as in vLLM. It covers the layout, sleep, elastic expert parallelism, and
+new weights by `reload_weights` or through OrchestrRL's weight-transfer backend."""
 
 import asyncio
 import json
@@ -31,8 +31,8 @@ class ManagedFace:
     def __init__(
         self, options: SimulatedOptions, runtime: Runtime, clock: Clock, shapes: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """Create the routes. `shapes` are the tensor shapes of the initial weights, empty if the engine starts without
-        a weights folder."""
+        """Create the routes. `shapes` contains the shapes of the initial weights, keyed by tensor name. It is empty if
+        the engine starts without a weights folder."""
         self.asleep = False
         self._options = options
         self._runtime = runtime
@@ -154,7 +154,8 @@ class ManagedFace:
         return web.json_response({"success": True, "new_version": name})
 
     async def _collective_rpc(self, request: web.Request) -> web.Response:
-        """Call a worker method. After a failed `reload_weights`, the weights are a mixture of old and new weights."""
+        """Call the worker method that the request names. After a failed `reload_weights`, the weights are a mixture of
+        old and new weights."""
         body = await object_of(request)
         if (method := body.get("method")) is None:
             raise refusal("Missing 'method' in request body", kind="Bad Request")
@@ -207,8 +208,9 @@ class ManagedFace:
         return web.json_response({"message": "Weight update finished"})
 
     async def _load(self, folder: Path, version: int | None, *, checked: bool) -> None:
-        """Load weights from a folder. If `checked` is true, report faults as OrchestrRL's backend does, which checks
-        the weights before loading. Raises Permanent if the weights are invalid or an option makes this load fail."""
+        """Load weights from a folder. `version` is the version to report, or None if the caller gives none. If
+        `checked` is true, report faults as OrchestrRL's backend does, which checks the weights before loading. Raises
+        Permanent if the weights are invalid or an option makes this load fail."""
         self._loads += 1
         try:
             weights = await asyncio.to_thread(read_weights, folder)

@@ -1,9 +1,9 @@
 """The options of a simulated engine, including faults, and its KV handover.
 
-Simulated engines on one machine transfer the KV of running requests through a shared directory, one small file per
-entry. Request bodies have the parameters of vLLM with OrchestrRL's connector
-(orchestrrl/integrations/instrument/kv_scheduler.py). A file represents the KV by its tokens and the version of the
-weights.
+Simulated engines on one machine transfer the KV of running requests through a shared directory, with one small file per
+entry. Request bodies contain the parameters of vLLM with OrchestrRL's connector
+(orchestrrl/integrations/instrument/kv_scheduler.py). Each file represents the KV by the token ids and the version of
+the weights.
 """
 
 import json
@@ -19,7 +19,7 @@ from orchestrrl.lab.simulated_engine.tokens import DEFAULT_LENGTHS, LengthModel
 
 
 class SimulatedOptions(BaseModel):
-    """All options of a simulated engine. Times are virtual seconds, except `tick_s`. Fields with a description are
+    """All options of a simulated engine. Times are in virtual seconds, except `tick_s`. Fields with a description are
     options of `orchestrrl engine simulated`, which parses this source file, so their defaults must be literals."""
 
     # Batch size, KV, prefill rate and marginal step times are per data-parallel replica, as in vLLM.
@@ -91,7 +91,7 @@ class SimulatedOptions(BaseModel):
         return self
 
     def transfer_s(self, tokens: int) -> float:
-        """Return the virtual seconds to transfer the KV of `tokens` tokens from another engine."""
+        """Return the time, in virtual seconds, to transfer the KV of `tokens` tokens from another engine."""
         return self.kv_latency_s + tokens * self.kv_bytes_per_token * 8 / (self.kv_gbps * 1e9)
 
     @property
@@ -110,7 +110,8 @@ class SimulatedOptions(BaseModel):
 
 
 def save_kv(directory: Path, wish: TransferParams, token_ids: Sequence[int]) -> None:
-    """Write the KV of an aborted request. An empty entry makes the receiver stop waiting."""
+    """Write the KV entry of an aborted request to `directory`. An entry without token ids makes the receiver stop
+    waiting."""
     assert wish.save is not None
     entry = directory / wish.save
     written = entry.with_suffix(".part")
@@ -119,8 +120,9 @@ def save_kv(directory: Path, wish: TransferParams, token_ids: Sequence[int]) -> 
 
 
 def take_kv(directory: Path, wish: TransferParams, token_ids: Sequence[int]) -> int | None:
-    """Consume a KV entry. Return the number of tokens whose KV the entry has, at most all tokens but the last. Return 0
-    if the entry was written for different weights or tokens. Return None if it does not exist yet."""
+    """Read a KV entry and delete it. Return the number of tokens at the start of `token_ids` whose KV the entry
+    contains, at most all but the last. Return 0 if the entry was written for different weights or tokens, and None if
+    it does not exist yet."""
     assert wish.load is not None
     entry = directory / wish.load
     try:

@@ -1,6 +1,6 @@
 """Parse requests to the simulated engine: OpenAI bodies, validated as vLLM does. The functions have no side effects.
 
-Features of vLLM that this engine does not implement (stop strings, several choices, echo ...) are rejected.
+Features of vLLM that this engine does not implement, such as stop strings, several choices and echo, are rejected.
 """
 
 import logging
@@ -28,8 +28,8 @@ class _StreamOptions(BaseModel):
 
 
 class GenerationBody(BaseModel):
-    """The fields that completion and chat requests share. Unknown fields are ignored, as in vLLM; unsupported features
-    are rejected."""
+    """The fields that completion and chat requests share. As in vLLM, unknown fields are ignored. Values that ask for
+    unsupported features are rejected."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -97,8 +97,8 @@ class SimulatedRequest:
 def read_completion_request(
     endpoint: CompletionEndpoint, body: Any, options: SimulatedOptions, model: TokenModel
 ) -> SimulatedRequest:
-    """Return the request in an OpenAI body. Raises RequestRefused, with vLLM's status and an OpenAI error object, if
-    the body is invalid or unsupported."""
+    """Parse the OpenAI body of a completion or chat, and return the request. Raises RequestRefused, with vLLM's status
+    and an OpenAI error object, if the body is invalid or unsupported."""
     is_chat = endpoint is CompletionEndpoint.CHAT
     read: _CompletionBody | _ChatBody = _validated(_ChatBody, body) if is_chat else _validated(_CompletionBody, body)
     if read.model not in (None, options.model_name):
@@ -131,8 +131,8 @@ def read_completion_request(
 
 
 def _handover(body: GenerationBody) -> TransferParams | None:
-    """Return the KV transfer parameters. As with vLLM's connector, invalid parameters are logged, and the request is
-    served without a transfer."""
+    """Return the KV transfer parameters of a request, or None if they are absent or invalid. As with vLLM's connector,
+    invalid parameters are logged, and the request is served without a transfer."""
     try:
         return read_transfer_params(body.kv_transfer_params)
     except ValueError as error:
@@ -141,8 +141,8 @@ def _handover(body: GenerationBody) -> TransferParams | None:
 
 
 def tokenize_chat(messages: list[_Message], add_generation_prompt: bool, model: TokenModel) -> list[int]:
-    """Return the token ids of a chat: each message between its start and end tokens, then the start of the next
-    turn."""
+    """Return the token ids of a chat: each message between its start and end tokens. With `add_generation_prompt`, the
+    start of the assistant's turn follows. Raises RequestRefused if there are no messages."""
     if not messages:
         raise refusal("Cannot apply chat template to an empty conversation. Provide at least one message.")
     ids: list[int] = []
@@ -152,7 +152,8 @@ def tokenize_chat(messages: list[_Message], add_generation_prompt: bool, model: 
 
 
 def read_tokenize(body: Any, model: TokenModel) -> list[int]:
-    """Return the token ids for a `/tokenize` body, which has a `prompt` or `messages`."""
+    """Return the token ids for a `/tokenize` body, which has a `prompt` or `messages`. Raises RequestRefused if the
+    body is invalid."""
     if isinstance(body, Mapping) and "messages" in body:
         chat = _validated(_ChatBody, body)
         return tokenize_chat(chat.messages, chat.add_generation_prompt, model)
@@ -160,7 +161,7 @@ def read_tokenize(body: Any, model: TokenModel) -> list[int]:
 
 
 def read_detokenize(body: Any) -> list[int]:
-    """Return the token ids of a `/detokenize` body."""
+    """Return the token ids of a `/detokenize` body. Raises RequestRefused if the body is invalid."""
     return _validated(_DetokenizeBody, body).tokens
 
 
@@ -181,7 +182,8 @@ class _DetokenizeBody(BaseModel):
 
 
 def refusal(message: str, param: str | None = None, status: int = 400, kind: str = "BadRequestError") -> RequestRefused:
-    """Return a RequestRefused with an OpenAI error object."""
+    """Return a RequestRefused with an OpenAI error object. `param` names the faulty parameter, and `kind` is the type
+    of the error."""
     return RequestRefused(
         message, status, {"error": {"message": message, "type": kind, "param": param, "code": status}}
     )
@@ -201,7 +203,8 @@ def _completion_prompt(body: _CompletionBody, model: TokenModel) -> list[int]:
 
 
 def _room(asked_tokens: int | None, prompt_tokens: int, max_model_len_tokens: int) -> int:
-    """Return the maximum number of tokens to generate: the requested number, limited by the maximum context length."""
+    """Return the maximum number of tokens to generate: `asked_tokens`, limited by the context length that the prompt
+    leaves. Raises RequestRefused if the prompt leaves none or `asked_tokens` is less than 1."""
     room = max_model_len_tokens - prompt_tokens
     if room < 1:
         raise refusal(

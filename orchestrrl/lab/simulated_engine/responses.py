@@ -31,7 +31,8 @@ class Formatter:
         self._text_offset = 0
 
     def opening(self) -> list[bytes]:
-        """Return the stream events before the first token. A chat begins with its role and the prompt's token ids."""
+        """Return the stream events before the first token. A chat has one event with the role and the prompt's token
+        ids. A completion has none."""
         if not self._chat:
             return []
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
@@ -46,7 +47,8 @@ class Formatter:
         return _event({**self._stream_head, "choices": [choice]})
 
     def closing(self, completion_tokens: int) -> list[bytes]:
-        """Return the stream events after the last token."""
+        """Return the stream events after the last token. If the request asks for it, the first of these events contains
+        the usage."""
         done = [b"data: [DONE]\n\n"]
         options = self._request.body.stream_options
         if options is None or not options.include_usage:
@@ -54,7 +56,7 @@ class Formatter:
         return [_event({**self._stream_head, "choices": [], "usage": self._usage(completion_tokens)}), *done]
 
     def whole(self, part: AnswerPart) -> dict[str, Any]:
-        """Return the whole response as one JSON object."""
+        """Return the whole response as one JSON object. `part` contains all tokens of the response."""
         choice = self._choice(part, "message")
         answer = {**self._head, "choices": [choice], "usage": self._usage(len(part.token_ids))}
         of_prompt = answer if self._chat else choice
@@ -64,8 +66,8 @@ class Formatter:
         return answer
 
     def _choice(self, part: AnswerPart, of_chat: str) -> dict[str, Any]:
-        """Return the `choice` of a stream event or a whole response. Stop tokens are included in the token ids but not
-        in the text."""
+        """Return the `choice` of a stream event or a whole response. `of_chat` is the key of a chat message, `delta` or
+        `message`. Stop tokens are included in the token ids but not in the text."""
         text = self._model.detokenize(part.token_ids if part.stop_reason is None else part.token_ids[:-1])
         message = {"content": text} if of_chat == "delta" else {"role": "assistant", "content": text}
         return {
@@ -78,8 +80,8 @@ class Formatter:
         }
 
     def _prompt_logprobs(self, alternatives: int) -> list[dict[str, Any] | None]:
-        """Return the log-probabilities of the prompt's tokens. The first token has None instead. At most one
-        alternative, the most likely token, is included per token."""
+        """Return one dictionary of log-probabilities per token of the prompt, or None for the first token. If
+        `alternatives` is not 0, each dictionary also contains the most likely token."""
         context = self._request.prompt_ids
         rows: list[dict[str, Any] | None] = [None]
         computed = self._model.prompt_logprobs(context, self._request.seed)
@@ -112,8 +114,8 @@ class Formatter:
         return {"text_offset": offsets, "token_logprobs": part.logprobs, "tokens": tokens, "top_logprobs": top_logprobs}
 
     def _alternatives(self, token: int, logprob: float) -> list[tuple[str, float]]:
-        """Return the chosen token and the token ids after it as alternatives, each 1 nat less likely than the previous
-        one."""
+        """Return the requested number of alternatives as pairs of text and log-probability. They are the chosen token
+        and the token ids that follow it, each 1 nat less likely than the previous one."""
         words = self._model.vocab_size - FIRST_WORD
         ids = [token] + [FIRST_WORD + (token + k) % words for k in range(1, self._request.top_logprobs or 0)]
         wanted = ids[: self._request.top_logprobs]

@@ -1,4 +1,4 @@
-"""Run the simulated engine's scheduler against a clock, and deliver tokens to each response as they are generated."""
+"""Run the simulated engine's scheduler against a clock, and add tokens to each response as they are generated."""
 
 import asyncio
 import copy
@@ -19,7 +19,7 @@ from planner.model import RequestId
 
 @dataclass(frozen=True, slots=True)
 class AnswerPart:
-    """Newly generated tokens of one response. The last part has a finish_reason."""
+    """Newly generated tokens of one response. Only the last part has a `finish_reason`."""
 
     token_ids: list[int]
     logprobs: list[float]  # one per token
@@ -38,8 +38,8 @@ class AnswerEnd:
 
 
 def ending_of(request: SimulatedRequest, generation: Generation) -> AnswerEnd:
-    """Return the end of a response. A response has at least `min_tokens` tokens, and ends immediately if its context
-    already contains the complete response."""
+    """Return the length and finish reason of a response, which has at least `min_tokens` tokens. If the context already
+    contains the complete response, the new response ends as early as `min_tokens` permits."""
     natural = max(generation.answer_tokens - generation.position, request.body.min_tokens + 1, 1)
     most = request.max_tokens if request.body.ignore_eos else min(request.max_tokens, natural)
     if request.stop_token_ids:
@@ -55,7 +55,8 @@ def ending_of(request: SimulatedRequest, generation: Generation) -> AnswerEnd:
 
 @dataclass(slots=True, eq=False)
 class SimulatedAnswer:
-    """One request in progress. `parts` yields its tokens; tokens generated between two reads form one part."""
+    """The response to one request in progress. `parts` yields its tokens. Tokens generated between two reads form one
+    part."""
 
     id: RequestId  # unique in the scheduler
     engine_id: str  # the id that clients send to /abort_requests; not unique
@@ -75,7 +76,7 @@ class SimulatedAnswer:
         return self._finish_reason is not None
 
     def make(self, tokens: int) -> None:
-        """Generate the next `tokens` tokens. The response finishes with its last token."""
+        """Generate the next `tokens` tokens. If they include the last token of the response, finish the response."""
         next_token = self.generation.next_token
         for _ in range(tokens):
             token, logprob = next_token()
@@ -95,7 +96,7 @@ class SimulatedAnswer:
         self._news.set()
 
     async def parts(self, *, streamed: bool = True) -> AsyncIterator[AnswerPart]:
-        """Yield tokens as they are generated. If the request is not streamed, yield all tokens at the end."""
+        """Yield tokens as they are generated. If `streamed` is false, yield all tokens in one part at the end."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -111,7 +112,7 @@ class SimulatedAnswer:
 
 class Runtime:
     """Runs one simulated engine. Virtual time runs `speed` times as fast as the clock. The scheduler is advanced every
-    `tick_s` seconds of the clock; after a late tick, parts contain more tokens."""
+    `tick_s` seconds of the clock. If a tick is late, the next parts contain more tokens."""
 
     def __init__(self, options: SimulatedOptions, model: TokenModel, clock: Clock) -> None:
         self.scheduler = Scheduler(options.shape)
@@ -144,7 +145,8 @@ class Runtime:
         return self.scheduler.kv_used_tokens / (shape.blocks * shape.block_tokens)
 
     def submit(self, request: SimulatedRequest, engine_id: str) -> SimulatedAnswer:
-        """Add a request to the scheduler's queue."""
+        """Accept a request and return its response, whose tokens are generated later. `engine_id` is the id by which
+        clients can abort the request. The request is queued once its KV has been loaded and no pause holds it back."""
         generation = self.model.begin(request.prompt_ids, request.seed)
         request_id = RequestId(f"{engine_id}#{next(self._numbers)}")
         answer = SimulatedAnswer(request_id, engine_id, request, generation, ending_of(request, generation))
@@ -163,8 +165,8 @@ class Runtime:
             self._enqueue(answer)
 
     async def _load(self, directory: Path, answer: SimulatedAnswer, wish: TransferParams) -> None:
-        """Wait for the KV entry and its transfer, then start the request. If the KV does not arrive, its tokens are
-        prefilled."""
+        """Wait for the KV entry and its transfer, then start the request. If the entry does not arrive in time, all
+        tokens are prefilled."""
         asked_s, found = self._clock.now_s(), take_kv(directory, wish, answer.request.prompt_ids)
         while found is None and self._clock.now_s() - asked_s < wish.wait_s:
             await self._clock.sleep(self._options.tick_s)
@@ -176,21 +178,22 @@ class Runtime:
         self._begin(answer)
 
     def abort(self, engine_ids: Iterable[str] = ()) -> int:
-        """Finish these requests, or all requests if none is given, with the tokens generated so far. Return the number
-        of finished requests."""
+        """Finish the requests with these ids, or all requests if no id is given, with the tokens generated so far.
+        Return the number of finished requests."""
         names = set(engine_ids)
         answers = [answer for answer in self._answers.values() if not names or answer.engine_id in names]
         self._abort(answers)
         return len(answers)
 
     def drop(self, answer: SimulatedAnswer) -> None:
-        """Abort a response whose client has disconnected."""
+        """Abort a response, for example because its client has disconnected. A finished response is not affected."""
         self._abort([answer] if answer.id in self._answers else [])
 
     async def pause(self, mode: PauseMode, clear_cache: bool = True) -> None:
-        """Pause as vLLM does. `KEEP` stops stepping. With `clear_cache`, running requests lose their KV and are
-        prefilled again. `WAIT` returns when all running requests have finished. Waiting requests are held. `ABORT` ends
-        all requests. Requests that arrive during a pause wait."""
+        """Pause as vLLM does. In mode `KEEP`, the scheduler stops stepping. With `clear_cache`, running requests also
+        lose their KV and are prefilled again. In mode `WAIT`, the call returns when all running requests have finished,
+        and waiting requests are held. In mode `ABORT`, all requests end. Requests that arrive during a pause wait until
+        `resume`."""
         self._advance()
         self.pause_mode = mode
         if mode is PauseMode.KEEP:
@@ -225,14 +228,14 @@ class Runtime:
             answer.generation.follow(model, answer.request.seed)
 
     def reshape(self, shape: EngineShape) -> None:
-        """Change the batch size, KV and step times. Running requests are prefilled again."""
+        """Change the batch size, the KV capacity and the step times. Running requests are prefilled again."""
         self._advance()
         self._preempt_running()
         self.scheduler.reshape(shape)
         self._work.set()
 
     async def run(self) -> None:
-        """Advance the scheduler with the clock, until cancelled."""
+        """Advance the scheduler as the clock advances, until cancelled."""
         while True:
             await self._work.wait()
             self._advance()
@@ -282,7 +285,8 @@ class Runtime:
             self._drained.set()
 
     def _save(self, answers: list[SimulatedAnswer]) -> None:
-        """Save the KV of aborted requests. For requests that were not running, write an empty entry."""
+        """Save the KV of aborted requests that ask for it. For a request that was not running or had generated no
+        token, write an empty entry."""
         running, directory = {sequence.id for sequence in self.scheduler.running}, self._options.kv_directory
         for answer in answers:
             wish = answer.request.handover

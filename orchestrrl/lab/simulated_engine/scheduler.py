@@ -4,12 +4,13 @@ counts tokens.
 A step decodes one token of every running sequence and takes `base_s(sequences) + gamma_s*kv_tokens +
 prefill_s_per_token*prefilled_tokens`, where base_s is a curve or `alpha_s + beta_s*sequences` and kv_tokens are the
 tokens resident before the step. KV beyond `kv_capacity_tokens` is spilled to CPU memory, which adds `spill_s_per_token`
-per token and step. Admission is first come, first served, while the batch has space and KV blocks for the sequence's
-context are free. A running sequence without a free block preempts the sequence admitted last, which returns to the head
-of the queue and is prefilled again. With prefix caching, all samples of a prompt share its full blocks, from the
-admission of the first sample until the last sample ends. vLLM keeps the blocks until it needs them for other requests,
-so that it reuses more blocks. Between such events each sequence only grows by one token per step, so runs of equal
-steps are computed at once: the cost is per event, not per token.
+per token and step. Sequences are admitted in the order of arrival, while the batch has space and KV blocks for the
+sequence's context are free. A running sequence without a free block preempts the sequence admitted last, which returns
+to the head of the queue and is prefilled again. With prefix caching, all samples of a prompt share its full blocks,
+from the admission of the first sample until the last sample ends. In contrast, vLLM keeps the blocks until it needs
+them for other requests, and therefore reuses more of them. Between admissions, preemptions and ends of sequences, each
+step only adds one token per sequence, so these steps are computed together. The cost of a simulation is therefore per
+event, not per token.
 """
 
 from collections import deque
@@ -25,8 +26,8 @@ if TYPE_CHECKING:  # it imports numpy, which engine processes do not need
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """The constants of one engine. Times are virtual seconds. If the curve `base_s` is given, it replaces alpha and
-    beta."""
+    """The constants of one engine. Times are in virtual seconds. If the curve `base_s` is given, it replaces `alpha_s`
+    and `beta_s`."""
 
     alpha_s: float
     beta_s: float
@@ -45,8 +46,8 @@ class EngineShape:
         return (self.kv_capacity_tokens + self.spill_capacity_tokens) // self.block_tokens
 
     def steps_s(self, steps: int, sequences: int, kv_tokens: int) -> float:
-        """Return the duration in seconds of `steps` decode steps of a batch. Each step adds `sequences` tokens to
-        `kv_tokens`."""
+        """Return the duration in seconds of `steps` decode steps of a batch of `sequences` sequences. `kv_tokens` is
+        the number of resident tokens before the first step. Each step adds one token per sequence."""
         base_s = self.base_s.at(sequences) if self.base_s else self.alpha_s + self.beta_s * sequences
         seconds = base_s * steps + self.gamma_s * (kv_tokens * steps + sequences * (steps * (steps - 1) // 2))
         if self.spill_s_per_token:
@@ -54,7 +55,7 @@ class EngineShape:
         return seconds
 
     def _spilled_token_steps(self, steps: int, sequences: int, kv_tokens: int) -> int:
-        """Return the number of spilled tokens, summed over the steps."""
+        """Return the number of tokens spilled to CPU memory, summed over the steps."""
         over_tokens = kv_tokens - self.kv_capacity_tokens
         within = 0 if over_tokens >= 0 else min(steps, -(over_tokens // sequences))  # steps without spilled tokens
         left = steps - within
@@ -63,7 +64,7 @@ class EngineShape:
 
 @dataclass(slots=True)
 class Sequence:
-    """One request on one engine. Each step increases `context_tokens` and decreases `to_generate`."""
+    """One request on one engine. Each step increases `context_tokens` by 1 and decreases `to_generate` by 1."""
 
     id: RequestId
     context_tokens: int
@@ -125,8 +126,9 @@ class Scheduler:
         group: str = "",
         prompt_tokens: int = 0,
     ) -> None:
-        """Queue a request that generates `to_generate` more tokens and shares `prompt_tokens` with its `group`. Raises
-        ValueError if the request can never fit."""
+        """Queue a request that generates `to_generate` more tokens. Its first `prompt_tokens` tokens are shared with
+        the other samples in `group`. Raises ValueError if `context_tokens` or `to_generate` is less than 1, or if the
+        request can never fit into the KV cache."""
         if to_generate < 1 or context_tokens < 1:
             raise ValueError(f"context_tokens and to_generate must be >= 1, got {context_tokens}, {to_generate}")
         if self._blocks_of(context_tokens + to_generate) > self.shape.blocks:
@@ -158,7 +160,8 @@ class Scheduler:
         self.now_s = max(self.now_s, at_s)
 
     def reshape(self, shape: EngineShape) -> None:
-        """Change the batch size, KV and step times. Raises ValueError if the running sequences do not fit."""
+        """Change the batch size, the KV capacity and the step times. Raises ValueError if the running sequences do not
+        fit, or if the block size would change."""
         free_blocks = self._free_blocks + shape.blocks - self.shape.blocks
         if free_blocks < 0 or len(self.running) > shape.max_num_seqs or shape.block_tokens != self.shape.block_tokens:
             raise ValueError(f"shape must fit the {len(self.running)} running sequences, got {shape}")
@@ -200,7 +203,7 @@ class Scheduler:
                 del self._prefix_holders[sequence.group]
 
     def cached_tokens(self, group: str, prompt_tokens: int) -> int:
-        """Return the number of tokens of a prompt that are cached because other sequences of its group run."""
+        """Return the number of tokens of a prompt whose KV is cached because other samples of its group are running."""
         return prompt_tokens // self.shape.block_tokens * self.shape.block_tokens if self._holds(group) else 0
 
     def _holds(self, group: str) -> bool:
@@ -218,8 +221,8 @@ class Scheduler:
         return self._blocks_of(sequence.context_tokens + 1) - self._cached_blocks(sequence)
 
     def _schedule(self) -> int:
-        """Reserve a block for each running sequence's next token, then admit sequences from the queue. Return the
-        number of tokens to prefill."""
+        """Reserve a block for each running sequence's next token, and preempt sequences if blocks are missing. Then
+        admit sequences from the queue. Return the number of tokens to prefill."""
         preempted = False
         index = 0
         while index < len(self.running):
@@ -260,8 +263,8 @@ class Scheduler:
         return prefill_tokens
 
     def _plan_steps(self, until_s: float, prefill_tokens: int) -> tuple[int, float]:
-        """Return the number of equal steps that end by `until_s`, and their total duration in seconds. If this number
-        is 0, return the duration of the step in progress."""
+        """Return the number of steps that can be computed together and end by `until_s`, and their total duration in
+        seconds. If this number is 0, the second value is the duration of the step in progress."""
         if self._step_s is not None:
             return (1, self._step_s) if self.now_s + self._step_s <= until_s else (0, self._step_s)
         most = 1 if prefill_tokens else min(self._steps_in_blocks(), min([s.to_generate for s in self.running]))
@@ -284,7 +287,7 @@ class Scheduler:
         return (low, low_s) if low else (0, slowdown * self.shape.steps_s(1, batch, kv_tokens) + prefill_s)
 
     def _can_admit_later(self) -> bool:
-        """Return whether the head of the queue can be admitted at the next step, such as after a preemption."""
+        """Return whether the head of the queue can be admitted at the next step, for example after a preemption."""
         if not self.waiting or len(self.running) >= self.shape.max_num_seqs:
             return False
         return self._needed_blocks(self.waiting[0]) <= self._free_blocks
@@ -332,6 +335,6 @@ class Scheduler:
 
 
 def decode_alone_s(shape: EngineShape, context_tokens: int, to_generate: int) -> float:
-    """Return the seconds that one request takes on an idle engine, including prefill. This is a lower bound on the
-    request's time in any schedule."""
+    """Return the time, in virtual seconds, that one request takes on an idle engine, including prefill. This is a lower
+    bound on the request's time in any schedule."""
     return shape.steps_s(to_generate, 1, context_tokens) + shape.prefill_s_per_token * context_tokens

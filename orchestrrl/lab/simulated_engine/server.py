@@ -1,8 +1,8 @@
 """The simulated engine: an HTTP server with vLLM's API, whose step times and tokens are computed.
 
-`orchestrrl engine simulated` runs it. scheduler.py computes step times, and tokens.py computes tokens. runtime.py
-advances the scheduler. This module has the routes. The server behaves like vLLM, which the engines' conformance suite
-checks.
+The command `orchestrrl engine simulated` runs the server. scheduler.py computes step times, tokens.py computes tokens,
+and runtime.py advances the scheduler. This module defines the routes. The server behaves like vLLM, which the engines'
+conformance suite checks.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
-"""Tokens and lengths of the simulated engine, a deterministic function of (prompt, seed). The functions have no side
-effects.
+"""The tokens and response lengths of the simulated engine. They depend only on the prompt, the seed and the weights.
+The functions have no side effects.
 
 The next token depends on all previous tokens and on the seed. A request continued on another engine from its prompt and
 partial response therefore yields exactly the tokens of the undisturbed run, as a real model does under greedy decoding.
@@ -38,12 +38,13 @@ def _unit(value: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LengthModel:
-    """A distribution of response lengths: quantiles with log-linear interpolation, and a Gaussian copula within a
-    group.
+    """A distribution of response lengths. Lengths are interpolated log-linearly between quantiles. A Gaussian copula
+    correlates the lengths within a group.
 
-    A group consists of the prompts that differ only in their last token or the seed: with greedy decoding, samples of
-    one prompt can differ only if their prompts differ. `correlation` is the correlation of the normal scores of two
-    members of a group, which is close to that of the logarithms of their lengths.
+    A group consists of requests whose prompts are equal except for the last token. Their seeds may differ. The last
+    token may differ because, under greedy decoding, samples differ only if their prompts differ. `correlation` is the
+    correlation of the normal scores of two members of a group, which is close to the correlation of the logarithms of
+    their lengths.
     """
 
     quantiles: tuple[float, ...]  # strictly ascending from 0 to 1
@@ -68,7 +69,8 @@ class LengthModel:
         return max(1, round(math.exp(low + (high - low) * (probability - p_low) / (p_high - p_low))))
 
     def sample_tokens(self, group_hash: int, prompt_hash: int, seed: int) -> int:
-        """Return the length in tokens of the response to one prompt of a group with one seed."""
+        """Return the length in tokens of the response to a prompt with a seed. The hashes identify the prompt and its
+        group."""
         of_group = _NORMAL.inv_cdf(_unit(_mix(group_hash ^ 0xA5A5)))
         of_sample = _NORMAL.inv_cdf(_unit(_mix(prompt_hash ^ _mix(seed + 0x5EED))))
         score = math.sqrt(self.correlation) * of_group + math.sqrt(1 - self.correlation) * of_sample
@@ -81,7 +83,7 @@ DEFAULT_LENGTHS = LengthModel((0.0, 0.5, 1.0), (16, 200, 1024))
 
 @dataclass(slots=True)
 class Generation:
-    """The state of one response. `next_token` advances it."""
+    """The state of one response. `next_token` advances this state by one token."""
 
     model: "TokenModel"
     state: int
@@ -109,7 +111,7 @@ def _advance(state: int, token: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TokenModel:
-    """The simulated model. Engines with equal fields are interchangeable, as replicas are."""
+    """The simulated model. Engines whose models have equal fields are interchangeable, as replicas are."""
 
     vocab_size: int = 32_000
     lengths: LengthModel = DEFAULT_LENGTHS
@@ -136,9 +138,8 @@ class TokenModel:
 
     def prompt_logprobs(self, context: Sequence[int], seed: int = 0) -> list[tuple[float, int, float]]:
         """Return three values for each token except the first: its log-probability, the most likely token at its
-        position, and the log-probability of the most likely token. For generated tokens, these values equal those of
-        the generation.
-        """
+        position, and the log-probability of the most likely token. For generated tokens, these values equal those at
+        their generation."""
         seed_hash, words = self.seed_hash(seed), self.vocab_size - FIRST_WORD
         state = _advance(0xCBF29CE484222325, context[0])
         rows = []
@@ -155,8 +156,8 @@ class TokenModel:
         return list(text.encode())
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids. Byte tokens are decoded as UTF-8, with U+FFFD for invalid bytes. Word tokens
-        give ` wID`. Special tokens are omitted."""
+        """Return the text of token ids. Byte tokens are decoded as UTF-8, with U+FFFD for invalid bytes. A word token
+        with the id N is decoded as ` wN`. Special tokens are omitted."""
         pieces: list[str] = []
         pending = bytearray()
         for token in token_ids:

@@ -20,7 +20,8 @@ WRONG = 0xBAD  # XORed to the seed of an engine with the fault `wrong_answers`
 
 @dataclass(frozen=True, slots=True)
 class SimulatedWeights:
-    """The weights in a folder. `seed` is derived from the bytes of the weights."""
+    """The weights in a folder. `seed` is derived from their bytes, `sum` is their checksum, and `shapes` contains the
+    shape of each tensor."""
 
     seed: int
     sum: str
@@ -28,7 +29,7 @@ class SimulatedWeights:
 
 
 def read_weights(folder: Path) -> SimulatedWeights:
-    """Read the weights of a folder. Raises Permanent if the folder is not a valid checkpoint."""
+    """Read the weights in a folder. Raises Permanent if the folder is not a valid checkpoint."""
     if not folder.is_dir():
         raise Permanent(f"{folder}: must be a folder")
     try:

@@ -1,4 +1,4 @@
-"""Engines of a test bed. A function that starts an engine returns when the engine has completed a first request; the
+"""Engines of a test bed. A function that starts an engine returns when the engine has completed a first request. The
 caller must stop the engine.
 
 For engines that outlive their caller, see fleet/deployers/local.py.
@@ -38,7 +38,7 @@ VLLM_ARGUMENTS = ("--dtype", "float32", "--enforce-eager")
 
 class LocalEngine(LabProcess):
     """An engine on this machine. The stop signal is sent to all processes of the engine. The engine's port is reserved
-    until then."""
+    until the engine is stopped or killed."""
 
     port_holder: socket.socket | None = None
 
@@ -56,8 +56,9 @@ class LocalEngine(LabProcess):
         self._signal_all(signal.SIGTERM)
 
     async def answers(self, client: Engine, within_s: float) -> None:
-        """Wait until the engine has completed a first request, because `/health` succeeds before a forward pass is
-        possible. Raises Permanent if the engine exits or does not complete a request in time."""
+        """Wait until the engine has completed a first request, then close `client`. A request is necessary because
+        `/health` succeeds before a forward pass is possible. Raises Permanent if the engine exits or does not complete
+        a request within `within_s`."""
 
         async def completes() -> bool:
             if not await client.healthy():
@@ -90,11 +91,11 @@ async def start_vllm(
 ) -> LocalEngine:
     """Serve the model in directory `model` with the vLLM CPU build of `python`'s environment, on loopback, in float32.
 
-    Each of `gpus` is the number of a CPU core; without `gpus`, the engine is not bound to cores.
+    Each of `gpus` is the number of a CPU core. Without `gpus`, the engine is not bound to cores.
 
-    Returns after a first completion. Raises Permanent, with the end of its log (`log_dir/name.log`), if vLLM exits or
-    is not ready in time. Raises ProblemFaults if `arguments` or `environment` contradict the layout. The model is
-    served under the directory's name. `arguments` are passed to vLLM.
+    The call returns after the engine has completed a first request. Raises Permanent, with the end of vLLM's log
+    (`log_dir/name.log`), if vLLM exits or is not ready in time. Raises ProblemFaults if `arguments` or `environment`
+    contradict the layout. The model is served under the directory's name. `arguments` are passed to vLLM.
     """
     launch = EngineLaunch(
         python=str(python),
@@ -133,7 +134,8 @@ async def start_vllm(
 async def start_simulated(
     name: str, *, log_dir: Path, arguments: Sequence[str] = (), ready_within_s: float = 60.0
 ) -> LocalEngine:
-    """Run `orchestrrl engine simulated` with `arguments`, on loopback and a free port."""
+    """Run `orchestrrl engine simulated` with `arguments`, on loopback and a free port. Return the engine after its
+    first request. Raises Permanent if the engine exits or is not ready in time."""
     engine = LocalEngine(name, command_of("engine", "simulated", "--port", "0", *arguments), log_dir)
     await engine.start(ready_within_s)
     await engine.answers(SimulatedEngine(engine.url), ready_within_s)
@@ -142,7 +144,7 @@ async def start_simulated(
 
 @contextlib.asynccontextmanager
 async def all_started(starting: Iterable[Awaitable[LocalEngine]]) -> AsyncIterator[list[LocalEngine]]:
-    """Start engines in parallel and yield them. All engines are stopped on exit, and if one of them fails to start."""
+    """Start engines in parallel and yield them. All engines are stopped on exit, or if one of them fails to start."""
     started = await asyncio.gather(*starting, return_exceptions=True)
     running = [engine for engine in started if isinstance(engine, LocalEngine)]
     try:
@@ -156,7 +158,7 @@ async def all_started(starting: Iterable[Awaitable[LocalEngine]]) -> AsyncIterat
 
 async def make_model(folder: Path, seed: int = 0) -> None:
     """Write the tiny model that vLLM serves in demos and tests. Raises Permanent if vLLM's environment is missing or
-    the script fails."""
+    the script that writes the model fails."""
     if not VLLM_PYTHON.exists():
         raise Permanent(f"{VLLM_PYTHON} is missing: run `make venv-vllm` in the repository first")
     words = (VLLM_PYTHON, MODEL_MAKER, folder, "--seed", seed)

@@ -1,4 +1,4 @@
-"""Processes of a test bed. Each process has its own log and session. The caller can wait until a process is ready; all
+"""Processes of a test bed. Each process has its own log and session. The caller can wait until a process is ready. All
 processes are reliably stopped."""
 
 import asyncio
@@ -29,10 +29,12 @@ Found = TypeVar("Found")
 
 
 class LabProcess:
-    """A program on this machine, started by `spawn` or `start`. Its output is written to NAME.out, its errors to
-    NAME.log, or both to NAME.log with `one_log`. With `takes_input`, `request` writes a line and reads the next line.
+    """A program on this machine, started by `spawn` or `start`. Its output is written to NAME.out in `folder`, its
+    errors to NAME.log, or both to NAME.log with `one_log`. With `takes_input`, `request` writes a line to the program's
+    input and reads the next line of its output.
 
-    It has its own session, so that Ctrl-C in a terminal reaches only the test bed, which then stops its processes.
+    The program has its own session, so that Ctrl-C in a terminal reaches only the test bed, which then stops its
+    processes.
     """
 
     def __init__(
@@ -126,22 +128,22 @@ class LabProcess:
         return await self.until(line, within_s)
 
     async def request(self, question: Mapping[str, Any], within_s: float = ANSWER_WITHIN_S) -> Any:
-        """Write a line of JSON to the process's input, and return the JSON value of the next output line. Raises
-        Permanent if the process ends or prints no line within `within_s`."""
+        """Write `question` to the process's input as a line of JSON, and return the JSON value of the next output line.
+        Raises Permanent if the process ends or prints no line within `within_s`."""
         async with self._turn:
             self.send(question)
             return json.loads(await self.next_line(within_s))
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Write a line of JSON to the process's input."""
+        """Write `message` to the process's input as a line of JSON."""
         assert self.process.stdin is not None, f"{self.name} takes no input"
         with contextlib.suppress(BrokenPipeError):  # the process has ended; reading its output reports that
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
             self.process.stdin.flush()
 
     async def until(self, condition: Callable[[], Awaitable[Found | None]], within_s: float = READY_WITHIN_S) -> Found:
-        """Wait until `condition` returns a true value, and return it. Raises Permanent, with the end of the log, if the
-        process ends or the wait exceeds `within_s`."""
+        """Wait until `condition` returns a true value, and return this value. Raises Permanent, with the end of the
+        log, if the process ends or the wait exceeds `within_s`."""
         return await until(condition, f"{self.name} is ready", within_s, POLL_S, (self,))
 
     def check(self) -> None:
@@ -150,7 +152,7 @@ class LabProcess:
             raise Permanent(self.obituary(f"exited with status {self.process.returncode}"))
 
     def cpu_s(self) -> float:
-        """Return the CPU seconds of all threads since the process started."""
+        """Return the CPU time, in seconds, that all threads of the process have used since it started."""
         # The CPU clock of another process, see clock_getcpuclockid(3); the resolution of /proc is 10 ms.
         return time.clock_gettime(~self.pid << 3 | 2)
 
@@ -193,7 +195,7 @@ class LabProcess:
         self.signal(signal.SIGTERM)
 
     async def _gone(self, within_s: float) -> None:
-        """Wait until the session has no processes."""
+        """Wait until the session has no processes or `within_s` has passed."""
         deadline_s = time.monotonic() + within_s
         while (self.running or self._signal_all(0)) and time.monotonic() < deadline_s:
             await asyncio.sleep(POLL_S)
@@ -207,7 +209,7 @@ class LabProcess:
         return True
 
     def obituary(self, what: str) -> str:
-        """Return an error message with the process's name and the end of its log."""
+        """Return an error message with the process's name, the event `what`, and the end of the log."""
         return f"{self.name} {what}; the end of {self.log_path}:\n{log_tail(self.log_path)}"
 
 
@@ -217,7 +219,7 @@ def command_of(*words: str | Path) -> list[str]:
 
 
 def flags_of(options: Mapping[str, object]) -> list[str]:
-    """Return options as flags. For example, `{"tick_s": 0.01}` gives `--tick-s 0.01`."""
+    """Return options as command-line flags. For example, `{"tick_s": 0.01}` gives `--tick-s 0.01`."""
     return [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
 
@@ -236,8 +238,8 @@ async def until(
     every_s: float = 0.1,
     processes: Sequence[LabProcess] = (),
 ) -> Found:
-    """Wait until `condition` returns a true value, and return it. Raises Permanent if one of `processes` ends or the
-    wait exceeds `within_s`. If `processes` has a single process, the error includes the end of its log."""
+    """Wait until `condition` returns a true value, and return this value. Raises Permanent if one of `processes` ends
+    or the wait exceeds `within_s`. If `processes` has a single process, the error includes the end of its log."""
     deadline_s = time.monotonic() + within_s
     while True:
         over = [process for process in processes if not process.running]
@@ -254,7 +256,7 @@ async def until(
 @contextlib.asynccontextmanager
 async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator["asyncio.Task[None]"]:
     """Run `work` while the body of the `async with` statement runs, then cancel it. An exception of `work` is raised at
-    the end."""
+    the end of the statement."""
     task = asyncio.create_task(work)
     try:
         yield task

@@ -1,4 +1,5 @@
-"""Ranks of a test bed: processes forked from a parent that has imported their modules, each connected by a pipe.
+"""Ranks of a test bed: processes forked from a parent that has imported their modules. A pipe connects each rank to the
+parent.
 
 The module uses only the standard library, because programs that start ranks also run without OrchestrRL's dependencies.
 """
@@ -17,8 +18,8 @@ STOP_WITHIN_S = 10.0
 
 
 class Ranks:
-    """A group of processes that run `work(rank, line)`, where `line` is a pipe to the parent. Receiving raises EOFError
-    if a rank has ended."""
+    """A group of processes that run `work(rank, line)`, where `line` is a pipe to the parent. Methods that receive
+    messages raise EOFError if a rank has ended."""
 
     def __init__(self, count: int, work: Callable[[int, Connection], None]) -> None:
         self._lines: list[Connection] = []
@@ -37,17 +38,18 @@ class Ranks:
         return [line.recv() for line in self._lines]
 
     def ask(self, order: object) -> list[Any]:
-        """Send the same order to all ranks and return their responses."""
+        """Send the same order to all ranks and return their responses in the order of ranks."""
         return self.ask_each([order] * len(self._lines))
 
     def ask_each(self, orders: Sequence[object]) -> list[Any]:
-        """Send each rank its own order and return their responses."""
+        """Send each rank its own order and return the responses in the order of ranks."""
         for line, order in zip(self._lines, orders, strict=True):
             line.send(order)
         return self.receive()
 
     def stop(self) -> list[int | None]:
-        """Send None to all ranks, kill the ranks that do not exit, and return the exit statuses."""
+        """Send None to all ranks as the order to exit, kill the ranks that do not exit in time, and return the exit
+        statuses."""
         for line in self._lines:
             with contextlib.suppress(OSError):  # the rank has already ended
                 line.send(None)
@@ -65,6 +67,6 @@ def _forked(work: Callable[[int, Connection], None], rank: int, ours: Connection
 
 
 def print_json(value: object) -> None:
-    """Print a line of JSON and flush standard output."""
+    """Print a value as a line of JSON, and flush standard output."""
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()

@@ -60,18 +60,18 @@ class Stack:
         return self.processes["agent"]
 
     def launch(self, process: LabProcess) -> LabProcess:
-        """Start a process that is stopped with the stack."""
+        """Start a process. It is stopped when the stack exits."""
         self.undo.push_async_callback(process.stop)
         process.spawn()
         self.processes[process.name] = process
         return process
 
     def command(self, name: str, *words: str | Path) -> LabProcess:
-        """Start an `orchestrrl` command."""
+        """Start an `orchestrrl` command as the process `name`. `words` are its subcommands and arguments."""
         return self.launch(LabProcess(name, command_of(*words), self.folder))
 
     async def served(self, process: LabProcess) -> str:
-        """Wait for the address that the process prints when it is ready, and return it."""
+        """Wait until the process is ready and prints its address. Return the address."""
         process.url = await process.next_line()
         return process.url
 
@@ -103,13 +103,14 @@ class Stack:
         return self.command("agent", "agent", "--daemon", self.daemon_address, *flags)
 
     def peer_words(self, name: str, folder: Path, engines: Mapping[str, str], *flags: str) -> list[str]:
-        """Return the flags of a weight peer. `engines` maps the ids of its host's engines to their URLs."""
+        """Return the command-line flags of a weight peer. `engines` maps the ids of the engines on the peer's host to
+        their URLs."""
         words = ["--id", name, "--folder", str(folder), "--daemon", self.daemon_address, *flags]
         return [*words, *engine_flags("--engine", engines)]
 
     async def run(self, *words: str) -> str:
-        """Return the output of an `orchestrrl` command that is run with this daemon's address. Raises Permanent if the
-        command prints nothing."""
+        """Run an `orchestrrl` command with this daemon's address and return its output. Raises Permanent if the command
+        prints nothing."""
         command = command_of(*words, "--daemon", self.daemon_address)
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
@@ -123,7 +124,7 @@ class Stack:
             return await control.call(control.control.GetStatus, control_pb2.GetStatusRequest())
 
     async def fabric(self, periods: int = 1) -> fabric_pb2.FabricStatus:
-        """Return the fabric's status with the last `periods` periods."""
+        """Return the fabric's status, which includes the last `periods` periods."""
         async with ControlClient(self.daemon_address) as control:
             return await control.call(control.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=periods))
 
@@ -132,8 +133,8 @@ class Stack:
             return STATUS.from_pb(await control.call(control.weights.GetWeights, weights_pb2.GetWeightsRequest()))
 
     async def until_reported(self, engines: int, kinds: Iterable[str] = ("agent", "gateway")) -> None:
-        """Wait until `engines` engines, and nodes of all `kinds`, have reported to the daemon. Raises Permanent if a
-        process of the stack ends or the wait times out."""
+        """Wait until at least `engines` engines have reported to the daemon and nodes of all `kinds` are attached.
+        Raises Permanent if a process of the stack ends or the wait times out."""
 
         async def reported() -> bool:
             status = await self.status()
@@ -155,7 +156,8 @@ class Stack:
 
 
 def engine_flags(flag: str, engines: Mapping[str, str]) -> list[str]:
-    """Return command-line flags for `engines`, such as `--engine e0=URL` for each engine."""
+    """Return one command-line flag and its value for each engine, such as `--engine e0=URL`. `engines` maps ids to
+    URLs."""
     return [text for name, url in engines.items() for text in (flag, f"{name}={url}")]
 
 
@@ -169,8 +171,9 @@ def named(urls: Sequence[str]) -> dict[str, str]:
 
 
 def sped_up(configuration: Configuration, speed: float, overhead_s: float = 0.0) -> dict[str, Any]:
-    """Return a configuration for the daemon's file, with times converted to wall-clock seconds for engines that run
-    `speed` times as fast."""
+    """Return `configuration` as an entry of the daemon's configuration file, with times converted to wall-clock
+    seconds. The engines run `speed` times as fast as `configuration` states. `overhead_s`, in wall-clock seconds, is
+    added to the time of a redeployment."""
     document = asdict(configuration)
     for name in ("alpha_s", "beta_s", "gamma_s", "switch_s"):
         document[name] /= speed

@@ -1,1 +1,1 @@
-"""Conversions between protobuf messages and the values of the model."""
+"""Conversions between protobuf messages and OrchestrRL's dataclasses."""

@@ -193,8 +193,8 @@ def workers_to_pb(control_plane: ControlPlane, snapshot: Snapshot) -> list[pb.Wo
 
 
 def worker_to_pb(control_plane: ControlPlane, engine: EngineId) -> pb.Worker:
-    """Return the message that describes one engine. For a drained engine that is no longer reported, only a few fields
-    such as the name are set."""
+    """Return the message that describes one engine. If the engine is no longer reported, only its id and whether it is
+    drained are set."""
     snapshot = control_plane.fleet.state.snapshot(control_plane.clock.now_s())
     found = next((worker for worker in workers_to_pb(control_plane, snapshot) if worker.engine_id == engine), None)
     return found or pb.Worker(
@@ -230,7 +230,7 @@ def _with(message: _Message, **fields: Any) -> _Message:
 
 
 def barrier_to_pb(keeper: PauseBarrier) -> pb.PauseBarrier:
-    """Return the present state of the barrier. The fields of the lease are set only while a lease exists."""
+    """Return the present state of the pause barrier. The fields of the lease are set only while a lease exists."""
     state, lease = keeper.state, keeper.state.lease
     barrier = pb.PauseBarrier(
         phase=state.phase,
@@ -258,7 +258,7 @@ def redeploy_from_pb(message: pb.RedeployRequest) -> RedeployRequest:
 
 
 def draft_to_pb(redeployment: Redeployment, stages: Sequence[Stage[RedeployStep]]) -> pb.RedeploymentReport:
-    """Return the report of a planned redeployment. It has no id, so it cannot be queried later."""
+    """Return the report of a planned redeployment. The report has no id, so it cannot be queried later."""
     report = RedeploymentReport(
         RedeploymentId(""),
         redeployment.plan,
@@ -276,13 +276,13 @@ def draft_to_pb(redeployment: Redeployment, stages: Sequence[Stage[RedeployStep]
 
 
 def redeployment_to_pb(report: RedeploymentReport, *, steps: bool = True) -> pb.RedeploymentReport:
-    """Convert a report. If `steps` is False, omit the steps, because the report of a large fleet has thousands of
-    them."""
+    """Convert the report of a redeployment. If `steps` is False, omit the steps, because the report of a large fleet
+    has thousands of them."""
     return REDEPLOYMENT.to_pb(report if steps else replace(report, steps=()))
 
 
 def notable_to_pb(report: RedeploymentReport | None) -> pb.RedeploymentReport | None:
-    """Return the report if the redeployment is running or has left engines missing, so that the fleet's status must
+    """Convert the report if the redeployment is running or has left engines missing, so that the fleet's status must
     show it. Otherwise, return None."""
     if report is None or report.state not in (OperationState.RUNNING, OperationState.DEGRADED):
         return None

@@ -1,4 +1,4 @@
-"""Convert reports of the fabric, windows and orders to messages."""
+"""Convert the fabric's state and reports, and the orders to hosts that report slack windows, to messages."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -81,7 +81,8 @@ def fabric_to_pb(fabric: "CircuitCoordinator", limit: int, routing: "FabricRouti
 
 
 def _circuits_of(fabric: "CircuitCoordinator") -> Mapping[tuple[str, Pair], int]:
-    """Return the number of circuits, keyed by PoD and pair of endpoints. The PoD of core circuits is empty."""
+    """Return the number of circuits, keyed by PoD and pair of endpoints. For core circuits, the PoD is an empty
+    string."""
     found: Counter[tuple[str, Pair]] = Counter()
     for pair in fabric.site_reading.cross_connects:
         ends = fabric.site.cabling.ends(pair)
@@ -91,7 +92,7 @@ def _circuits_of(fabric: "CircuitCoordinator") -> Mapping[tuple[str, Pair], int]
 
 
 def _broken(site_reading: SiteReading) -> list[str]:
-    """Return a text for each failed port that a switch reports, and for each switch that does not answer."""
+    """Return a text for each failed port that a switch reports, and for each switch that does not respond."""
     ports = sorted(site_reading.failures.ports)
     told = [f"port {switch}:{port} (reported by the switch)" for switch, port in ports]
     return [

@@ -1,4 +1,4 @@
-"""Convert the data model of optical switches to messages and back. Reading an invalid message raises ValueError, with
+"""Convert the data model of optical switches to messages and back. Reading an invalid message raises ValueError with
 the name of the field."""
 
 from collections.abc import Iterable

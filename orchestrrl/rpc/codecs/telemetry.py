@@ -27,8 +27,7 @@ MOST_MODELS = 256  # names that one engine serves
 
 def outside_text(text: str, most: int = MOST_OUTSIDE_CHARACTERS) -> str:
     """Return a text from an engine, a client or an error in a form that fits into a message and that the daemon
-    accepts.
-    """
+    accepts. The result has at most `most` characters."""
     return cut(text.encode(errors="replace").decode(), most)
 
 
@@ -39,9 +38,8 @@ def _outside_name(text: str) -> str:
 
 
 def _state_of(message: pb.RequestProgress) -> RequestState:
-    """Return the state of a request. A request without a reported state is running if it has a token, and waiting
-    otherwise.
-    """
+    """Return the state of a request. A request without a reported state is running if it has generated a token, and
+    waiting otherwise."""
     if message.state == pb.REQUEST_STATE_UNSPECIFIED and message.generated_tokens > 0:
         return RequestState.RUNNING
     return _STATE.from_pb(message.state)

@@ -1,5 +1,5 @@
-"""Convert reports of weight syncs to messages and back. Reading a state or a phase of a newer daemon raises
-ValueError."""
+"""Convert reports of weight syncs to messages and back. Reading a state or phase that only a newer daemon defines
+raises ValueError."""
 
 from dataclasses import replace
 
@@ -24,5 +24,6 @@ STATUS = Codec(
 
 
 def report_to_pb(report: SyncReport, *, edges: bool = True) -> pb.SyncReport:
-    """Convert a report. If `edges` is False, omit the slowest edges, which lists of many syncs do not need."""
+    """Convert the report of a sync. If `edges` is False, omit the slowest edges, which a list of many syncs does not
+    need."""
     return SYNC.to_pb(report if edges else replace(report, slowest=()))

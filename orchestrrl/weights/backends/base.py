@@ -2,7 +2,7 @@
 
 Backends are a plug point: one module per product, registered in the entry-point group `orchestrrl.weight_backends`.
 Every backend passes `orchestrrl/weights/backends/conformance.py`. The daemon runs the same steps for every backend:
-publish, prepare, fence, install, verify, commit, resume. For the tree backend the daemon plans the transfer and peers
+publish, prepare, fence, install, verify, commit, resume. For the tree backend, the daemon plans the transfer, and peers
 carry it out. A `DirectBackend` sends bytes from the trainer's process directly into engines, while the trainer waits in
 `publish`. It has parts in three processes: in the daemon (`prepare`, `install`, `relayed`), at the peers of engines
 (`at_engine`), and in the trainer (`sender`).
@@ -28,14 +28,15 @@ STEP_DONE, STEP_FAILED = "done", "failed"  # calls by which a rank ends a step
 
 class TreeBackend:
     """The backend in which trainers stage a version, peers forward it to each other, and engines load it from a folder
-    on their host. All bytes are on the engines' hosts before the fence, so the trainer may continue. Peers store
-    versions until they are ordered to discard them. The daemon plans and repairs the tree
+    on their host. All bytes are on the engines' hosts before the fence, so the trainer may continue. Peers store a
+    version until they are ordered to discard it. The daemon plans and repairs the tree
     (weights/controller/carrying.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerStep:
-    """A step of a backend, which the trainer performs within `publish`. The step numbers of a sync increase."""
+    """A step of a backend, which the trainer performs within `publish`. The step numbers of a sync increase. `body`
+    contains the arguments of the step."""
 
     number: int
     step: str
@@ -49,8 +50,8 @@ _ASKED: TypeAdapter[TrainerStep] = TypeAdapter(TrainerStep)
 
 
 def trainer_step_from(text: str) -> TrainerStep | None:
-    """Parse a step from a report; return None for an empty text. Raises Permanent if the step cannot be parsed, for
-    example because the daemon is newer."""
+    """Parse the trainer's step in a report. Return None for an empty text. Raises Permanent if the step cannot be
+    parsed, for example because the daemon is newer."""
     try:
         return _ASKED.validate_json(text) if text else None
     except ValidationError as error:
@@ -77,13 +78,13 @@ class DirectSync(Protocol):
         ...
 
     async def at(self, engine: EngineId, act: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Call `at_engine` at the engine's peer; return its answer. Raises Permanent if the call failed and the engine
-        is unchanged, and OutcomeUnknown if the engine may have changed."""
+        """Call `at_engine` at the engine's peer and return its response. Raises Permanent if the call failed and the
+        engine is unchanged, and OutcomeUnknown if the engine may have changed."""
         ...
 
     async def request_trainer(self, step: str, body: Mapping[str, Any]) -> None:
-        """Have the trainer perform a step; return when rank 0 has completed it. Raises OutcomeUnknown if a rank reports
-        a failure or the step does not end within the time limit."""
+        """Have the trainer perform a step, and return when rank 0 has completed it. Raises OutcomeUnknown if a rank
+        reports a failure or the step does not end within the time limit."""
         ...
 
 
@@ -93,8 +94,8 @@ ReportStep = Callable[[str, Mapping[str, Any]], Mapping[str, Any]]
 
 
 class WeightSender(Protocol):
-    """The part of a direct backend in one rank of the trainer. `act` is called on all ranks, in the publishing thread,
-    because tensors may have to be gathered."""
+    """The part of a direct backend in one rank of the trainer. `act` is called on all ranks, because tensors may have
+    to be gathered. It is called in the thread that publishes."""
 
     @property
     def tensors(self) -> Sequence[TensorMeta]:
@@ -106,7 +107,8 @@ class WeightSender(Protocol):
         ...
 
     def act(self, step: TrainerStep, report: ReportStep) -> None:
-        """Perform a step. If the step fails, raises an exception of any type."""
+        """Perform a step. `report` sends calls to the daemon during the step. If the step fails, raises an exception of
+        any type."""
         ...
 
     def close(self) -> None: ...
@@ -114,7 +116,8 @@ class WeightSender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SenderOptions:
-    """Options of a sender, as passed to WeightsClient.publish. `own` has the publication's backend-specific options."""
+    """The options of a sender, as passed to WeightsClient.publish. `world` is the number of ranks. `own` contains the
+    publication's backend-specific options."""
 
     rank: int
     world: int
@@ -126,20 +129,21 @@ class SenderOptions:
 
 @runtime_checkable
 class DirectBackend(Protocol):
-    """A backend whose trainer sends weights directly into engines; one instance per process.
+    """A backend whose trainer sends weights directly into engines. Each process has one instance.
 
     Construction opens no connections and imports only OrchestrRL. The daemon keeps one instance for its lifetime, so
-    that process groups of trainer and engines can be used for many versions. After a failed sync, it calls `forget`. A
-    version cannot be installed again without the trainer."""
+    that process groups of the trainer and engines can be used for many versions. After a failed sync, the daemon calls
+    `forget`. A version cannot be installed again without the trainer.
+    """
 
     def faults(self, publication: Publication) -> list[str]:
-        """Return the faults of a publication, each as `path: fault`, without side effects."""
+        """Return the faults of a publication, each as `path: fault`. The method has no side effects."""
         ...
 
     async def prepare(self, sync: DirectSync) -> None:
-        """Prepare the installation before the fence. The tokens that engines generate must not change. Raises
-        EnginesFailed if engines cannot take part, and another OrchestrRLError if the preparation fails for another
-        reason."""
+        """Prepare the installation before the fence. The preparation must not change the tokens that engines generate.
+        Raises EnginesFailed if engines cannot take part, and another OrchestrRLError if the preparation fails for
+        another reason."""
         ...
 
     async def install(self, sync: DirectSync) -> Mapping[EngineId, OrchestrRLError | None]:
@@ -148,28 +152,29 @@ class DirectBackend(Protocol):
         ...
 
     async def relayed(self, sync: DirectSync, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Handle a call of the trainer during one of its steps; return the answer. Raises OrchestrRLError if the call
-        is not allowed in this step or fails."""
+        """Handle a call of the trainer during one of its steps, and return the response. Raises OrchestrRLError if the
+        call is not allowed in this step or fails."""
         ...
 
     def forget(self) -> None:
-        """Discard process groups of the trainer and engines, which may be broken."""
+        """Discard the process groups of the trainer and engines, because they may be broken."""
         ...
 
     async def at_engine(self, engine: Engine, act: str, version: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Perform an act at an engine. This method runs in the engine's peer. It raises the errors of engine clients,
-        and OutcomeUnknown if the engine may have changed. An engine must report no version while it is being
+        """Perform the action `act` at an engine. This method runs in the engine's peer. It raises the errors of engine
+        clients, and OutcomeUnknown if the engine may have changed. An engine must report no version while it is being
         changed."""
         ...
 
     def sender(self, model: Any, options: SenderOptions) -> WeightSender:
-        """Create the trainer's part. Raises Permanent if the model or the options are unsupported, or a required
-        package is not installed."""
+        """Create the sender of one rank of the trainer. Raises Permanent if the model or the options are unsupported,
+        or a required package is not installed."""
         ...
 
 
 class EnginesFailed(Permanent):
-    """Raised if engines cannot take part in a sync and are unchanged. An attempt without these engines may succeed."""
+    """Raised if engines cannot take part in a sync and are unchanged. `why` contains the reason for each of them. An
+    attempt without these engines may succeed."""
 
     def __init__(self, why: Mapping[EngineId, str]) -> None:
         super().__init__("; ".join(f"{engine}: {words}" for engine, words in sorted(why.items())))
@@ -178,8 +183,8 @@ class EnginesFailed(Permanent):
 
 class EngineOutcomes:
     """The outcome of one installation for each engine. None means that the engine has the version. Permanent or
-    Retryable means that the engine is unchanged. OutcomeUnknown means that the engine may have parts of both
-    versions."""
+    Retryable means that the engine is unchanged. OutcomeUnknown means that the engine may have parts of the old and the
+    new version."""
 
     def __init__(self, engines: Iterable[EngineId] = ()) -> None:
         self.by_engine: dict[EngineId, OrchestrRLError | None] = {
@@ -189,9 +194,9 @@ class EngineOutcomes:
     async def act(
         self, sync: DirectSync, act: str, bodies: Mapping[EngineId, Mapping[str, Any]], first: bool, last: bool
     ) -> None:
-        """Perform `act` at the engines of `bodies` concurrently. `first` is set if the engines are unchanged before the
-        act. `last` is set if the engines have the version after the act. If acts fail, raises the error of the first
-        engine whose act failed, after the acts at all engines have ended."""
+        """Perform the action `act` at the engines of `bodies` concurrently. `first` is set if the engines are unchanged
+        before the action. `last` is set if the engines have the version after the action. If actions fail, raises the
+        error of the first engine whose action failed, once all actions have ended."""
 
         async def one(engine: EngineId, body: Mapping[str, Any]) -> None:
             try:

@@ -2,10 +2,10 @@
 
 The ranks keep a version in pinned memory, broadcast it among themselves, and pass it to the workers on their GPUs by
 CUDA IPC. Ranks publish with `torch.distributed` initialized, one rank per GPU. `options["engines"]` lists the servers
-on the ranks' GPUs, sorted by rank ("e0,e1"). Servers are started with
-`--worker-extension-cls checkpoint_engine.worker.VllmColocateWorkerExtension`. Each rank registers a share of the whole
-tensors before the fence. While requests are paused, `ParameterServer.update` on the ranks requests calls to each
-server's workers, which go through the daemon and the server's peer.
+on the ranks' GPUs, sorted by rank, such as `e0,e1`. Servers are started with
+`--worker-extension-cls checkpoint_engine.worker.VllmColocateWorkerExtension`. Before the fence, each rank registers
+some of the tensors, each as a whole. While requests are paused, `ParameterServer.update` on the ranks requests calls to
+each server's workers, which go through the daemon and the server's peer.
 
 This backend follows the source of checkpoint-engine 0.3 (`ps.py`, `worker.py`, `api.py`). It has been tested only with
 a fake of that interface, never with the package itself, which needs CUDA.
@@ -104,7 +104,7 @@ class CheckpointEngineBackend:
         return {}
 
     def forget(self) -> None:
-        """Do nothing: this backend keeps no process groups between versions."""
+        """Do nothing, because this backend keeps no process groups between versions."""
 
     # --- at an engine's peer
 
@@ -139,7 +139,7 @@ class CheckpointEngineBackend:
 
 
 class RankShares:
-    """The sender of one rank. It registers every `world`-th tensor as a whole tensor. `server` is a ParameterServer."""
+    """The sender of one rank. It registers every `world`-th tensor as a whole. `server` is a ParameterServer."""
 
     def __init__(self, server: Any, model: Any, options: SenderOptions) -> None:
         self._server = server
@@ -175,7 +175,7 @@ class RankShares:
             )
 
     def close(self) -> None:
-        """Release the pinned memory of the registered version. The next version can be registered only after that."""
+        """Release the pinned memory of the registered version, so that the next version can be registered."""
         registered, self._registered = self._registered, None
         if registered is not None:
             self._server.unregister_checkpoint(registered)

@@ -37,14 +37,14 @@ class BackendWorld(Protocol):
         ...
 
     def holds(self, engine: EngineId) -> int | None:
-        """Return the version of the weights with which the engine generates; None if the version is unknown or the
-        weights are incomplete."""
+        """Return the version of the weights with which the engine generates tokens. Return None if the version is
+        unknown or the weights are incomplete."""
         ...
 
     def gets_requests(self, engine: EngineId) -> bool: ...
 
     def fleet(self) -> int | None:
-        """Return the fleet's version as reported by the daemon."""
+        """Return the fleet's version as reported by the daemon, or None if the fleet has no version."""
         ...
 
     @property
@@ -53,7 +53,7 @@ class BackendWorld(Protocol):
         ...
 
     def fail(self, step: BackendStep, engines: Sequence[EngineId]) -> None:
-        """Make step `step` fail once at these engines."""
+        """Make the step fail once at these engines."""
         ...
 
     def lose_trainer(self, step: BackendStep) -> None:
@@ -61,12 +61,14 @@ class BackendWorld(Protocol):
         ...
 
     async def publish(self, version: int) -> SyncReport:
-        """Publish a version. Return the report once the sync is over, the barrier is open, and repairs are done."""
+        """Publish a version. Return the report once the sync is over, the pause barrier is open, and repairs are
+        done."""
         ...
 
 
 class BackendConformance:
-    """The tests that every weight backend must pass. Worlds allow two attempts per version (`attempts: 2`)."""
+    """The tests that every weight backend must pass. Worlds must set `attempts: 2`, which permits two attempts per
+    version."""
 
     async def test_versions_arrive_everywhere(self, world: BackendWorld) -> None:
         for version in (1, 2):

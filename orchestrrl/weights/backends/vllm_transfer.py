@@ -7,9 +7,9 @@ servers' peers only during the step to which it belongs. The workers of each ser
 fence, and again only when the trainer or the servers change. Workers block while they join, so the peer first checks
 that the trainer listens.
 
-Versions are not stored: an engine that fails or restarts waits for the next version. A worker whose update was
-interrupted may reject further updates until its server is restarted. Only a CPU backend has been tested. `nccl` and the
-other GPU backends are untested.
+Versions are not stored. An engine that fails or restarts must therefore wait for the next version. A worker whose
+update was interrupted may reject further updates until its server is restarted. Only a CPU backend has been tested.
+`nccl` and the other GPU backends are untested.
 """
 
 import asyncio
@@ -118,8 +118,8 @@ class VllmTransferBackend:
             self._step = ""
 
     def _own(self, engine: EngineId, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the body of a call to all servers as it is sent to one server, with the rank offset of the server and
-        only the entries of its workers."""
+        """Return the body that one server receives for a call to all servers. This body contains the server's rank
+        offset and only the entries of the server's workers."""
         names = list(self._workers)
         before = sum(self._workers[each] for each in names[: names.index(engine)])
         own = dict(body)
@@ -166,8 +166,8 @@ class VllmTransferBackend:
 
 
 async def _listens(init_info: Mapping[str, Any], within_s: float) -> None:
-    """Wait until the trainer listens. Raises Permanent if the trainer does not listen within `within_s`, because
-    workers that join would then block for minutes without answering calls."""
+    """Wait until the trainer listens at the address in `init_info`. Raises Permanent if the trainer does not listen
+    within `within_s`, because workers that join would then block for minutes without answering calls."""
     host, port = init_info.get("master_address"), init_info.get("master_port")
     if host is None or port is None:  # the backend uses another rendezvous
         return
@@ -189,8 +189,8 @@ async def _listens(init_info: Mapping[str, Any], within_s: float) -> None:
 
 class VllmSender:
     """The sender of one rank of the trainer. It runs vLLM's trainer-side engine, whose calls to servers the daemon
-    forwards. Rank 0 sends the weights; the other ranks only take part in gathering. It needs vLLM 0.32 or later in the
-    trainer's environment."""
+    forwards. Rank 0 sends the weights. The other ranks only take part in gathering tensors. The trainer's environment
+    must contain vLLM 0.32 or later."""
 
     def __init__(self, model: Any, options: SenderOptions, trainer_init: Mapping[str, Any]) -> None:
         try:
@@ -208,7 +208,7 @@ class VllmSender:
         self._init_class()
 
     def use(self, model: Any, options: SenderOptions) -> None:
-        """Send the tensors of this model for the next versions. The process group is kept."""
+        """Use this model's tensors for the next versions. The process group is kept."""
         self._options = options
         self._tensors, self._metas = named_tensors(model, options.dtype, options.rename, options.ignore)
 
@@ -292,7 +292,7 @@ class VllmSender:
         self._engine = self._factory.trainer_init(init_info, client=self, source=self.source())
 
     def source(self) -> Any:
-        """Return a vLLM WeightSource over the sender's current tensors, which gathers them one at a time."""
+        """Return a vLLM WeightSource over the sender's current tensors. The source gathers one tensor at a time."""
         from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
         sender = self
@@ -308,7 +308,7 @@ class VllmSender:
 
 
 def _free_port() -> int:
-    """Return a free TCP port. It is not reserved: if another process takes the port, the attempt to join the group
+    """Return a free TCP port. The port is not reserved. If another process takes it, the attempt to join the group
     fails and is repeated."""
     with socket.socket() as probe:
         probe.bind(("", 0))

@@ -1,1 +1,1 @@
-"""The controller of weight sync: publish, carry, fence, install, verify, commit."""
+"""The controller of weight sync. It runs the steps of a sync: publish, transfer, fence, install, verify and commit."""

@@ -1,4 +1,5 @@
-"""Single actions of a sync on engines and peers: pause, install, probe. Each raises SyncFailed with a report code."""
+"""Single actions of a sync on engines and peers, such as pausing, installing and probing. If an action fails, it raises
+SyncFailed with a report code."""
 
 import asyncio
 import logging
@@ -34,7 +35,7 @@ OnPhase = Callable[[SyncPhase], None]
 
 
 class ClosedLease(Protocol):
-    """The lease that keeps the fleet paused. `str()` of it names the holder."""
+    """The lease that keeps the fleet paused. Its `str()` names the holder."""
 
     @property
     def id(self) -> str: ...
@@ -45,7 +46,7 @@ class ClosedLease(Protocol):
 
 
 class FleetVersions(Protocol):
-    """The state of the pause barrier, and the weight version of each engine; see fleet/pause_lease.py."""
+    """The state of the pause barrier, and the weight version of each engine. See fleet/pause_lease.py."""
 
     @property
     def lease(self) -> ClosedLease | None: ...
@@ -65,13 +66,13 @@ class FleetFence(Protocol):
     def state(self) -> FleetVersions: ...
 
     def is_manned(self) -> bool:
-        """Return whether a gateway is attached. If a gateway is attached, gateways pause the engines; otherwise peers
+        """Return whether a gateway is attached. If a gateway is attached, gateways pause the engines. Otherwise, peers
         pause them."""
         ...
 
     async def pause(self, holder: str, *, empty: bool, lease_s: float, deadline_s: float) -> str:
-        """Pause the fleet; return the lease's id once no request runs. If `empty` is set, requests are also withdrawn
-        from the engines."""
+        """Pause the fleet, and return the lease's id once no request runs. If `empty` is set, requests are also
+        withdrawn from the engines."""
         ...
 
     async def renew(self, lease: str, lease_s: float) -> None: ...
@@ -88,36 +89,36 @@ class FleetFence(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BroughtUp:
-    """The network after circuits were brought up. `notes` lists the deviations of circuits from the plan, with causes;
-    if it is empty, the plan is valid."""
+    """The network after the circuits of a sync were brought up. `notes` lists the circuits' deviations from the plan,
+    with causes. If it is empty, the plan is valid."""
 
     network: SyncNetwork
     notes: tuple[str, ...] = ()
 
 
 class SyncCircuits(Protocol):
-    """The network for weight syncs, and the circuits of one sync; see daemon/weight_circuits.py."""
+    """The network for weight syncs, and the circuits of one sync. See daemon/weight_circuits.py."""
 
     def network(self) -> SyncNetwork:
-        """Return the network that a sync can use."""
+        """Return the network that a sync can use for its transfer."""
         ...
 
     async def bring_up(
         self, sync_id: str, planned: PlannedSync, on_phase: OnPhase, *, still: bool = False
     ) -> BroughtUp:
-        """Bring up the circuits of a plan; return the resulting network. `still` is set if the trainer sends no traffic
-        during this call."""
+        """Bring up the circuits of a plan, and return the resulting network. `still` is set if the trainer sends no
+        traffic during this call."""
         ...
 
     async def tear_down(self, sync_id: str) -> tuple[str, ...]:
-        """Release the circuits of a sync; return notes for its report."""
+        """Release the circuits of a sync. Return notes for the report of the sync."""
         ...
 
 
 class SyncFailed(OrchestrRLError):
-    """Raised when an attempt to sync a version fails. `without` are the engines that the next attempt leaves out, with
-    reasons if available. `again` is set if another attempt may succeed. `unchanged` is set if the failed order had no
-    effect."""
+    """Raised when an attempt to sync a version fails. `without` contains the engines that the next attempt leaves out,
+    with reasons if available. `again` is set if another attempt may succeed. `unchanged` is set if the failed order had
+    no effect."""
 
     def __init__(
         self, code: str, detail: str, without: Collection[EngineId] = (), *, again: bool = True, unchanged: bool = False
@@ -133,8 +134,8 @@ class SyncFailed(OrchestrRLError):
 
 
 async def each_done(work: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Await all awaitables in `work`; return the results in the same order. If one fails, cancel the others and raise
-    its error."""
+    """Await all awaitables in `work`, and return the results in the same order. If one fails, cancel the others and
+    raise its error."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return await asyncio.gather(*tasks)
@@ -196,7 +197,7 @@ class SyncActions:
 
     def lacking(self, version: int, engines: Iterable[EngineId]) -> list[EngineId]:
         """Return the engines whose last valid report does not show the version. An engine without an attached peer is
-        returned only if it has been restarted."""
+        included only if it has been restarted."""
         return [
             engine
             for engine in engines
@@ -204,8 +205,8 @@ class SyncActions:
         ]
 
     def gone(self, engine: EngineId) -> bool:
-        """Return whether a formerly known engine is no longer in the fleet because it was stopped or removed. That is
-        not a failure."""
+        """Return whether an engine that was known earlier has left the fleet, because it was stopped or removed. Its
+        absence does not count as a failure."""
         return engine not in self.engines() and engine in self.serving.seen
 
     # --- the pause barrier
@@ -215,12 +216,12 @@ class SyncActions:
         return self.fence.state.lease is not None
 
     def own_lease(self, sync_id: str) -> str:
-        """Return the id of the pause barrier's lease if the sync holds the lease, else an empty string."""
+        """Return the id of the pause barrier's lease if the sync holds the lease, and an empty string otherwise."""
         lease = self.fence.state.lease
         return lease.id if lease is not None and lease.holder == HOLDER + sync_id else ""
 
     async def close_barrier(self, sync_id: str, *, empty: bool) -> str:
-        """Close the pause barrier for a sync; return the lease's id. If `empty` is set, requests are also withdrawn
+        """Close the pause barrier for a sync, and return the lease's id. If `empty` is set, requests are also withdrawn
         from the engines."""
         lease_s, deadline_s = self.settings.lease_s, self.settings.fence_within_s
         return await self.fence.pause(HOLDER + sync_id, empty=empty, lease_s=lease_s, deadline_s=deadline_s)
@@ -246,8 +247,9 @@ class SyncActions:
     async def done(
         self, peer: PeerId, order: Order, within_s: float, code: str, engine: EngineId | None = None
     ) -> PeerResult:
-        """Send an order and return its result. Raises SyncFailed if the order is not done. The next attempt then leaves
-        out `engine` or, if `engine` is None, all engines that need the peer's bytes."""
+        """Send an order to a peer and return the result. Raises SyncFailed, with the code `peer_lost` if the peer does
+        not answer, and with `code` if the order fails. The next attempt then leaves out `engine` or, if `engine` is
+        None, all engines that need the peer's bytes."""
         try:
             result = await self.hub.send_order(peer, order, within_s, self.settings.patience_s)
         except OrchestrRLError as error:
@@ -266,8 +268,9 @@ class SyncActions:
         )
 
     async def send_order(self, engine: EngineId, order: Order, within_s: float, code: str) -> PeerResult:
-        """Send an order to the peer of an engine and return its result. Raises SyncFailed if the order is not done. The
-        next attempt then leaves out only this engine."""
+        """Send an order to the peer of an engine and return the result. Raises SyncFailed, with the code `peer_lost` if
+        the peer is not attached or does not answer, and with `code` if the order fails. The next attempt then leaves
+        out only this engine."""
         peer = self.hub.peer_of(engine)
         if peer is None:
             raise SyncFailed("peer_lost", f"cannot reach engine {engine}: {self.serving.why_not(engine)}", [engine])
@@ -286,7 +289,7 @@ class SyncActions:
 
     async def refresh(self, engines: Iterable[EngineId]) -> None:
         """Query the current versions of engines, because a restart may have been missed. If an engine does not answer,
-        its version is marked as unknown; if its peer does not answer, the last report stays valid."""
+        its version is marked as unknown. If its peer does not answer, the last report stays valid."""
 
         async def one(engine: EngineId) -> None:
             peer, doubt = self.hub.peer_of(engine), self.stale.of(engine)
@@ -330,7 +333,7 @@ class SyncActions:
     async def try_each(
         self, engines: Iterable[EngineId], act: Callable[[EngineId], Awaitable[object]]
     ) -> dict[EngineId, str]:
-        """Perform `act` on each engine; return the engines for which it failed, with the reasons."""
+        """Perform `act` on each engine. Return the engines for which it failed, with the reasons."""
         failed: dict[EngineId, str] = {}
 
         async def one(engine: EngineId) -> None:
@@ -343,7 +346,7 @@ class SyncActions:
         return failed
 
     async def wait_until(self, done: Callable[[], bool], within_s: float) -> bool:
-        """Wait until `done()` is true; return whether that happened within `within_s`."""
+        """Wait until `done()` returns true or `within_s` has passed. Return whether `done()` returned true."""
         until_s = self.clock.now_s() + within_s
         while not done():
             if self.clock.now_s() >= until_s:
@@ -352,13 +355,13 @@ class SyncActions:
         return True
 
     async def let_go(self, version: int) -> None:
-        """End all edges of the version on all attached peers."""
+        """End all transfers of the version between peers, on all attached peers."""
         await self._notify_all(lambda _: orders.EndEdges(version))
 
     async def keep(self, *, but: int | None = None) -> None:
         """Have peers discard all versions except the fleet's version, the versions of open syncs, and newer versions
-        that trainers have staged. If `but` is given, have them discard only that version, unless another open sync has
-        the same number."""
+        that trainers have staged. If `but` is given, have peers discard only the version `but`, unless it is the
+        fleet's version or the version of several open syncs."""
         committed = self.book.fleet.version
         wanted = [record.report.version for record in self.book.open.values()]
         if committed == but or sum(version == but for version in wanted) > 1:

@@ -1,8 +1,9 @@
-"""Advise on a slow weight sync, with one sentence for each phase that takes significant time. Has no side effects.
+"""Advise on a slow weight sync, with one sentence for each phase that takes significant time. The functions have no
+side effects.
 
-The transfer is rarely the bottleneck: in one analysed sync, 227 of 231 s were an unnecessary offload. So other phases
-are listed first, if they take longer than the transfer or a large share of the total. The advice on a transfer that is
-slower than planned comes last and names the edge or peer that causes the delay.
+The transfer is rarely the bottleneck: in one analysed sync, 227 of 231 s were an unnecessary offload. Other phases are
+therefore listed first, if they take longer than the transfer or a large share of the total. The advice on a transfer
+that is slower than planned comes last and names the edge or peer that causes the delay.
 """
 
 from collections import Counter
@@ -26,7 +27,8 @@ MOST = 3  # pieces of advice on phases
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One piece of advice on a sync. `code` is a stable identifier of the phase or of the slow part of the transfer."""
+    """One piece of advice on a sync. `code` is a stable identifier of the phase or of the slow part of the transfer.
+    `seconds` is the time that this part takes, and `share` is its fraction of the whole sync."""
 
     code: str
     text: str
@@ -35,8 +37,8 @@ class Advice:
 
 
 def advice(profile: SyncProfile) -> tuple[Advice, ...]:
-    """Return advice on phases, longest time first, then on gaps between phases and on the transfer. The result is empty
-    if nothing takes too long."""
+    """Return advice on phases, longest first, then on gaps between phases and on the transfer. The result is empty if
+    nothing takes too long."""
     return (*_of_phases(profile), *_of_gaps(profile), *_of_transfer(profile))
 
 
@@ -55,7 +57,7 @@ def _is_worth_a_word(profile: SyncProfile, seconds: float, share: float) -> bool
 
 
 def _of_gaps(profile: SyncProfile) -> tuple[Advice, ...]:
-    """Return advice on the longest gap between phases, judged by the same limits as a phase."""
+    """Return advice on the longest gap between phases, if it exceeds the limits that also apply to phases."""
     gaps = [place for place, stretch in enumerate(profile.path) if stretch.phase is None]
     if not gaps:
         return ()
@@ -132,8 +134,8 @@ SENTENCES: Mapping[SyncPhase, str | Callable[[SyncProfile], str]] = {
 
 
 def slow_engine(profile: SyncProfile) -> EngineStatus | None:
-    """Return the engine whose installation took at least SLOW_ENGINE times as long as that of every other engine, or
-    None. At least three engines must have installed the version."""
+    """Return the engine whose installation took at least SLOW_ENGINE times as long as that of every other engine.
+    Return None if there is no such engine, or if fewer than three engines installed the version."""
     took = [engine for engine in profile.report.engines if engine.install_s > 0]
     if len(took) < 3:
         return None
@@ -157,9 +159,9 @@ def _of_transfer(profile: SyncProfile) -> tuple[Advice, ...]:
 
 
 def slow_by(report: SyncReport) -> tuple[str, str]:
-    """Return the cause of a slow transfer as (code, text). The cause is one edge, one peer, all edges, or the time
-    between edges. A peer that receives slowly cannot forward faster, so an edge is not the cause if its source receives
-    over a slow edge."""
+    """Return the code and the description of the cause of a slow transfer. The cause is one edge, one peer, all edges,
+    or the time between edges. A peer that receives slowly cannot forward faster, so an edge is not the cause if its
+    source receives over a slow edge."""
     slow = [
         edge
         for edge in report.slowest

@@ -1,9 +1,9 @@
 """Compute the process groups of a Megatron layout, their collectives, and the periods of an iteration. The functions
 have no side effects.
 
-Ranks are numbered tensor first, then context, data and pipeline. If tp divides a server's GPUs, each tensor-parallel
-group is on one server. Experts are spread over consecutive ranks of a pipeline stage. Periods are those of section 5.2
-of the OrchestrRL paper.
+Rank numbers advance first along the tensor axis, then along the context, data and pipeline axes. If tp divides the
+number of GPUs of a server, each tensor-parallel group is on one server. Experts are spread over consecutive ranks of a
+pipeline stage. The periods are those of section 5.2 of the OrchestrRL paper.
 """
 
 from collections.abc import Mapping
@@ -19,9 +19,10 @@ from orchestrrl.lab.sim.train.model import TrainJob
 
 
 def groups(job: TrainJob, axis: str) -> Ints:
-    """Return the GPUs of all groups along an axis, as an array indexed by [group, member]. `dp_cp` are the ranks with
-    the same dense parameters, over which their optimizer state is sharded. `expert_dp` are the ranks with the same
-    experts. `pp` is in the order of stages."""
+    """Return the GPUs of all groups along an axis, as an array indexed by [group, member]. `axis` is `tp`, `cp`, `pp`,
+    `ep`, `dp_cp` or `expert_dp`. A `dp_cp` group consists of the ranks with the same dense parameters, over which their
+    optimizer state is sharded. An `expert_dp` group consists of the ranks with the same experts. The members of a `pp`
+    group are in the order of pipeline stages."""
     layout = job.layout
     ranks = job.first_gpu + np.arange(layout.gpus, dtype=np.int64)
     grid = ranks.reshape(layout.pp, layout.dp, layout.cp, layout.tp)
@@ -38,7 +39,7 @@ def groups(job: TrainJob, axis: str) -> Ints:
 
 
 def crosses(of: Ints, servers: Servers) -> bool:
-    """Return whether any group has members on more than one server."""
+    """Return whether any group has members on more than one server. `of` contains GPUs, indexed by [group, member]."""
     home = of // servers.gpus_per_server
     return bool(np.any(home != home[:, :1]))
 
@@ -49,7 +50,9 @@ GRADIENTS = ("dp_reduce", "dp_gather", "expert_reduce", "expert_gather")
 
 @dataclass(frozen=True, slots=True)
 class GroupCollective:
-    """One kind of collective, in all of its groups at once."""
+    """One kind of collective, in all of its process groups at once. `transfer` is one execution of the collective.
+    `times` is the number of executions per iteration and rank. `crosses` is set if a group has members on more than one
+    server."""
 
     transfer: MessageTransfer
     times: float  # per iteration and rank
@@ -57,9 +60,9 @@ class GroupCollective:
 
 
 def traffic(job: TrainJob, servers: Servers) -> Mapping[str, GroupCollective]:
-    """Return the collectives of an iteration by kind; kinds whose groups have one member are omitted. The transfer of a
-    context-parallel ring is that of a forward pass. A backward pass also transfers the gradients of keys and values, so
-    that it equals two transfers."""
+    """Return the collectives of a training iteration, keyed by kind. Kinds whose groups have one member are omitted.
+    For the context-parallel ring, `transfer` is that of a forward pass. A backward pass also transfers the gradients of
+    keys and values, so it counts as two transfers. Raises ValueError if the layout needs GPUs that do not exist."""
     if job.first_gpu + job.layout.gpus > servers.gpus:
         raise ValueError(
             f"the layout needs GPUs {job.first_gpu}..{job.first_gpu + job.layout.gpus - 1}, there are {servers.gpus}"
@@ -98,13 +101,14 @@ def _of_passes(job: TrainJob, servers: Servers) -> dict[str, GroupCollective]:
 
 
 def _layer_passes(job: TrainJob) -> tuple[float, float]:
-    """Return two numbers: the layers of a rank, summed over all micro-batches, and the passes through each layer."""
+    """Return two numbers for one rank and iteration: the number of layers times the number of micro-batches, and the
+    number of passes through each layer."""
     return job.micro_batches * job.model.layers / job.layout.pp, 3.0 if job.recompute else 2.0
 
 
 def forward_times(job: TrainJob, kind: str, exchange: GroupCollective) -> float:
-    """Return the number of times that each rank runs a collective of this kind in the forward passes. `kind` is one of
-    FORWARD_BACKWARD."""
+    """Return the number of times that each rank runs the collective `exchange` in the forward passes of an iteration.
+    `kind` is the kind of the collective, one of FORWARD_BACKWARD."""
     passes = _layer_passes(job)[1]
     return exchange.times / {"tp": passes, "cp": passes + 1, "ep": passes, "pp": 2.0}[kind]
 
@@ -126,7 +130,8 @@ def _of_gradients(job: TrainJob, servers: Servers) -> dict[str, GroupCollective]
 
 
 def _ring(members: Ints, given: float, servers: Servers) -> MessageTransfer:
-    """Return a ring exchange in which each rank's block circulates once and is forwarded as soon as it arrives."""
+    """Return a ring exchange in which each rank's block circulates once and is forwarded as soon as it arrives. Each
+    rank sends `given` bytes in total."""
     steps = members.shape[1] - 1
     pairs = np.stack([members.ravel(), np.roll(members, -1, axis=1).ravel()], axis=1)
     once = collectives.p2p(pairs, given, servers)
@@ -134,16 +139,16 @@ def _ring(members: Ints, given: float, servers: Servers) -> MessageTransfer:
 
 
 def _down(members: Ints, given: float, servers: Servers, *, around: bool) -> MessageTransfer:
-    """Return the messages from each pipeline rank to the next rank; if `around` is true, also from the last rank to the
-    first."""
+    """Return the messages of `given` bytes from each pipeline rank to the next rank. If `around` is true, the last rank
+    also sends to the first rank."""
     pairs = np.stack([members, np.roll(members, -1, axis=1)], axis=2)
     pairs = pairs if around else pairs[:, :-1]
     return collectives.p2p(pairs.reshape(-1, 2), given, servers)
 
 
 def periods(job: TrainJob, servers: Servers) -> tuple[Period, ...]:
-    """Return the periods of an iteration, with their demand: forward and backward passes, then gradients and
-    parameters."""
+    """Return the two periods of a training iteration, each with its demand. The first period contains the forward and
+    backward passes. The second period contains the exchange of gradients and parameters."""
     return periods_of(job, traffic(job, servers))
 
 
@@ -155,7 +160,8 @@ def periods_of(job: TrainJob, exchanges: Mapping[str, GroupCollective]) -> tuple
 
 
 def _period(job: TrainJob, name: str, exchanges: Mapping[str, GroupCollective], kinds: tuple[str, ...]) -> Period:
-    """Return a period with the demand of the given kinds. Traffic inside a server is not part of the demand."""
+    """Return the period called `name`, with the demand of the given kinds of collectives. Collectives whose groups are
+    each on a single server are not part of the demand."""
     found = [exchanges[kind] for kind in kinds if kind in exchanges and exchanges[kind].crosses]
     demand = GpuFlows.joined([each.transfer.flows.times(each.times) for each in found])
     return Period.of(f"train:{job.model.name}:{name}", FabricStage.TRAIN, demand)

@@ -5,8 +5,8 @@
     GRPOTrainer(model, reward_funcs=..., args=GRPOConfig(...), train_dataset=..., rollout_func=rollout).train()
 
 The adapter runs in the trainer's environment and needs aiohttp and pydantic in addition to TRL. It imports neither trl
-nor torch. It uses `rollout_func` of TRL 1.16, which is an experimental interface of TRL. Leave `use_vllm` off: with it,
-TRL connects to a single vLLM server itself. See docs/trainers.md.
+nor torch. It uses `rollout_func` of TRL 1.16, which is an experimental interface of TRL. Leave `use_vllm` off;
+otherwise TRL itself connects to a single vLLM server. See docs/trainers.md.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ GrpoTrainer = Any
 
 
 class WeightPublisher(Protocol):
-    """The interface of `orchestrrl.weights.trainer.client.WeightsClient` that the rollout uses."""
+    """The methods of `orchestrrl.weights.trainer.client.WeightsClient` that GatewayRollout calls."""
 
     def publish(self, version: int, model: Any) -> Any: ...
 
@@ -38,16 +38,20 @@ class GatewayRollout:
     """A `rollout_func` for TRL: it requests the completions of a batch of prompts concurrently and returns them in the
     order of the prompts.
 
-    TRL repeats a prompt for each sample, so every prompt of the batch is one request. Request ids contain `tag`, which
-    is also sent as X-Tag, and the trainer's step. The samples of one prompt have the same X-Group-Id on all ranks.
+    TRL repeats a prompt for each sample, so every prompt of the batch is one request. Request ids contain `tag` and the
+    trainer's step. `tag` is also sent as X-Tag. The samples of one prompt have the same X-Group-Id on all ranks.
 
-    `engine_urls` are the vLLM servers behind the gateway. They receive requests directly while the gateway is down, and
-    they receive the weights. With `sync` or `weights_dir`, the engines get the trainer's weights before the first
-    rollout and before each rollout that follows an optimizer step, while the pause barrier is closed. The policy
-    version is the trainer's step. With `sync`, each rank publishes its part and the daemon brings the version to every
-    engine. Version numbers then begin above those that the fleet has had. `weights_dir` is a folder with the same path
-    on engines and trainer: weights are saved in it, and the engines load them. If neither is given, the caller must
-    update the engines; otherwise the trainer learns from samples of an outdated policy.
+    `engine_urls` are the vLLM servers behind the gateway. They receive requests directly while the gateway is down.
+
+    With `sync` or `weights_dir`, the engines get the trainer's weights before the first rollout and before each rollout
+    that follows an optimizer step, while the pause barrier is closed. With `sync`, each rank publishes its part of the
+    weights, and the daemon brings the version to every engine. The version is the trainer's step, plus a constant that
+    keeps it above the fleet's previous versions. `weights_dir` is a folder with the same path on engines and trainer.
+    The trainer saves its weights there, and the servers `engine_urls` load them. The version is then the trainer's
+    step.
+
+    If neither `sync` nor `weights_dir` is given, the caller must update the engines. Otherwise the trainer learns from
+    samples of an outdated policy.
     """
 
     def __init__(
@@ -81,10 +85,10 @@ class GatewayRollout:
 
     def __call__(self, prompts: list[Any], trainer: GrpoTrainer) -> dict[str, list[Any]]:
         """Generate completions for a batch; return TRL's fields `prompt_ids`, `completion_ids` and `logprobs`, each
-        with one list per prompt.
+        with one list per prompt. If the engines' weights are outdated, call `sync_weights` first.
 
         Raises Permanent if a request is unsupported, Refused if an engine rejects a request, and Retryable if neither
-        the gateway nor an engine has answered for a minute.
+        the gateway nor an engine responds within the client's patience, by default one minute.
         """
         has_way = self._sync is not None or self._weights_dir is not None
         if has_way and trainer.state.global_step != self._synced_step:
@@ -105,7 +109,8 @@ class GatewayRollout:
         call this method.
 
         Rollouts call it automatically. After the last step, the caller must call it if the engines continue to serve.
-        Raises the errors of `WeightsClient.publish` or `reload_weights`.
+        Raises Permanent if the model is a PEFT model or neither `sync` nor `weights_dir` was given. Also raises the
+        errors of `WeightsClient.publish` and `reload_weights`.
         """
         if self._sync is None and self._weights_dir is None:
             raise Permanent("sync_weights: sync or weights_dir must be set, got None for both")
@@ -165,7 +170,8 @@ class GatewayRollout:
 
 
 def tokenize(prompts: list[Any], trainer: GrpoTrainer) -> list[list[int]]:
-    """Return the token ids of text prompts or conversations, using the trainer's tokenizer and chat template."""
+    """Return the token ids of each prompt, which is a text or a conversation, using the trainer's tokenizer and chat
+    template. Raises Permanent if the trainer uses tools or a message contains anything other than text."""
     if trainer.tools:
         raise Permanent(
             "tools: must not be set, because TRL does not use rollout_func for the turns after a tool call,"
@@ -193,7 +199,8 @@ def tokenize(prompts: list[Any], trainer: GrpoTrainer) -> list[list[int]]:
 
 
 def sampling_parameters(trainer: GrpoTrainer) -> dict[str, Any]:
-    """Return the fields of a completion request for TRL's settings. As in TRL, `generation_kwargs` take precedence."""
+    """Return the sampling fields of a completion request, taken from TRL's settings. As in TRL, `generation_kwargs`
+    take precedence. Raises Permanent if the trainer has no `max_completion_length`."""
     if trainer.max_completion_length is None:
         raise Permanent(
             "max_completion_length: must be set, because engines would otherwise apply their own limit, got None"
@@ -212,8 +219,9 @@ def sampling_parameters(trainer: GrpoTrainer) -> dict[str, Any]:
 
 
 def read_completion(answer: Mapping[str, Any], request_id: str) -> tuple[list[int], list[float | None]]:
-    """Return the sampled token ids and the log-probability of each token, which is None if the engine returned no
-    number. Raises Permanent if the answer is incomplete or malformed, because a trainer must not learn from it."""
+    """Return the sampled token ids and the log-probability of each token. A log-probability is None if the engine
+    returned no number. Raises Permanent if the response `answer` is incomplete or malformed, because a trainer must not
+    learn from it."""
     try:
         (choice,) = answer["choices"]
         if choice["finish_reason"] not in ("stop", "length"):

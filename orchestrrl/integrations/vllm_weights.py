@@ -1,8 +1,8 @@
 """Load new weights from a folder into vLLM servers. The pause barrier is closed while the servers load.
 
-With a gateway, a lease keeps the fleet paused and is renewed while the servers load, so that no server stays paused if
-the trainer dies. Without a gateway, the servers are paused one by one, and they stay paused until this module resumes
-them.
+With a gateway, a lease keeps the fleet paused and is renewed while the servers load. If the trainer dies, the lease
+ends, and no server stays paused. Without a gateway, each server is paused by its own API, and stays paused until this
+module resumes it.
 
 The module runs in the trainer's environment and needs aiohttp and pydantic.
 """
@@ -36,14 +36,14 @@ def reload_weights(
     lease_s: float = LEASE_S,
     timeout_s: float = 600.0,
 ) -> None:
-    """Have vLLM servers load the weights in folder `weights_path`, in Hugging Face's format. The servers must be able
-    to read the folder.
+    """Load the weights in the folder `weights_path`, in Hugging Face's format, into vLLM servers. The servers must be
+    able to read the folder.
 
     All engines are paused during the load, so that no two engines serve different versions at the same time. Running
     requests are kept. They lose their KV cache and continue with the new weights. Requires `VLLM_SERVER_DEV_MODE=1` on
     the servers. `policy_version` is the version of the weights; if it is None, the gateway assumes that the weights
-    have not changed. The gateway stores the path for engines that start later: keep the folder until other weights have
-    been loaded.
+    have not changed. The gateway stores the path for engines that start later, so keep the folder until other weights
+    have been loaded.
 
     Engines of the gateway that are not in `engine_urls` are not updated, and get no requests until their version is
     reported. If the gateway is down, the servers are updated without it.
@@ -70,7 +70,8 @@ def reload_weights(
 
 @contextmanager
 def _unchanged() -> Iterator[None]:
-    """Append the statement that no weights were changed to the messages of errors raised in the enclosed block."""
+    """Add the statement that no weights were changed to the messages of the Retryable and Permanent errors that the
+    enclosed code raises."""
     try:
         yield
     except Retryable as error:
@@ -80,8 +81,8 @@ def _unchanged() -> Iterator[None]:
 
 
 class _Barrier:
-    """The pause barrier of the gateway, which this process holds by a lease once it has closed the barrier. The barrier
-    is part of the operator API, whose port may change when the gateway restarts."""
+    """The pause barrier of the gateway. Once this process has closed the barrier, it holds the barrier by a lease. The
+    barrier is part of the operator API, whose port may change when the gateway restarts."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, lease_s: float) -> None:
         self.http = http
@@ -93,8 +94,8 @@ class _Barrier:
         self.restless: dict[str, str] = {}  # engines that could not be paused, with the reason
 
     async def close(self, holder: str) -> bool:
-        """Close the barrier; return whether a gateway is running. Raises Retryable or Permanent if the gateway refuses,
-        and Permanent if its operator API cannot be reached."""
+        """Close the barrier in the name of `holder`. Return True, or False if no gateway is running. Raises Retryable
+        or Permanent if the gateway refuses, and Permanent if its operator API cannot be reached."""
         try:
             operator_url = await self._operator_url()
         except Retryable as error:
@@ -117,8 +118,8 @@ class _Barrier:
         return True
 
     async def _check(self, operator_url: str) -> None:
-        """Raise Permanent if another gateway answers at the operator URL. A loopback URL refers to a different server
-        on each host."""
+        """Raise Permanent if another gateway responds at `operator_url`. This is possible because a loopback URL refers
+        to a different server on each host."""
         wanted, found = self._name, (await _call(self.http, f"{operator_url}/version", method="GET")).get("gateway")
         if found != wanted:
             raise Permanent(self._out_of_reach(f"{operator_url} belongs to gateway {found!r}, expected {wanted!r}"))
@@ -225,8 +226,8 @@ async def _each(urls: Sequence[str], act: Callable[[str], Coroutine[Any, Any, An
 async def _call(
     http: aiohttp.ClientSession, url: str, body: Mapping[str, Any] | None = None, method: str = "POST"
 ) -> dict[str, Any]:
-    """Call a server; return its JSON object, or {} if the answer is not a JSON object. Raises Retryable if the server
-    is unreachable or busy, and Permanent if it rejects the call."""
+    """Send a request to a server. Return the JSON object of the response, or {} if the response is not a JSON object.
+    Raises Retryable if the server is unreachable or busy, and Permanent if it rejects the request."""
     try:
         async with http.request(method, url, json=body) as response:
             text = await response.text()

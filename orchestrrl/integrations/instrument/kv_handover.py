@@ -1,14 +1,15 @@
 """A KV connector for vLLM that moves the KV cache of a running request to another server through a shared directory.
 
-vLLM loads it, with this folder on PYTHONPATH:
+vLLM loads the connector, with this folder on PYTHONPATH:
 
     --kv-transfer-config '{"kv_connector": "KvHandover", "kv_connector_module_path": "kv_handover",
         "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"shared_storage_path": "/some/dir"}}'
 
 An aborted request whose `kv_transfer_params` name an entry (see kv_scheduler.py) keeps its blocks until they are saved
-in the shared directory; a request on another server that names the entry loads them. Threads save and load concurrently
-with the engine's steps. All servers must have the same vLLM version, block size, number of ranks and KV layout.
+in the shared directory. A request on another server that names the same entry loads the blocks. Threads save and load
+blocks concurrently with the engine's steps. All servers must have the same vLLM version, block size, number of ranks
+and KV layout.
 """
 
 import contextlib
@@ -48,14 +49,15 @@ logger = init_logger("vllm.orchestrrl.kv_handover")
 
 @dataclass
 class KvJobs(KVConnectorMetadata):  # type: ignore[misc]  # vllm is not installed where types are checked
-    """The jobs that the scheduler's connector sends to the workers' connectors with one step."""
+    """The save and load jobs that the scheduler's connector sends to the workers' connectors with one engine step."""
 
     saves: list[SaveJob] = field(default_factory=list)
     loads: list[LoadJob] = field(default_factory=list)
 
 
 class KvHandover(KVConnectorBase_V1):  # type: ignore[misc]
-    """The KV connector, in the scheduler and in each worker. Raises ValueError for an unsupported configuration."""
+    """The KV connector. vLLM creates one in the scheduler and one in each worker. Raises ValueError if vLLM's
+    configuration is not supported."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -164,7 +166,8 @@ class KvHandover(KVConnectorBase_V1):  # type: ignore[misc]
 
 
 class KvWorker:
-    """Copies blocks between one rank's KV cache and its files, with one thread for saves and one for loads."""
+    """Copies blocks between the KV cache of one rank and the rank's files in a `KvEntryStore`. One thread saves blocks
+    and another thread loads blocks."""
 
     def __init__(self, store: KvEntryStore, rank: int, num_blocks: int) -> None:
         self._store = store
@@ -178,7 +181,11 @@ class KvWorker:
         self._ended: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Register the KV cache tensors of the layers. Layers that share a tensor are copied once."""
+        """Register the KV cache tensors, by layer name. A tensor that several layers share is copied once.
+
+        Raises ValueError if a tensor does not consist of the engine's number of blocks, or is not on a CPU or CUDA
+        device.
+        """
         names, seen = [], set()
         self._caches = []
         for name, cache in kv_caches.items():
@@ -210,9 +217,9 @@ class KvWorker:
         self._loader.submit(self._load, job, ready)
 
     def ended(self) -> tuple[set[str], set[str], set[str]]:
-        """Return three sets of requests: requests whose save has ended since the last call, requests whose load has
+        """Return three sets of request ids: requests whose save has ended since the last call, requests whose load has
         ended since then, and requests whose load has failed. A request with a failed load is in both of the last two
-        sets."""
+        sets. Saves without blocks are left out."""
         ended: dict[str, set[str]] = {"saved": set(), "loaded": set(), "failed": set()}
         while not self._ended.empty():
             what, request_id = self._ended.get()
@@ -224,7 +231,8 @@ class KvWorker:
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     def _now(self) -> Any:
-        """Record a CUDA event after the work submitted to the GPU so far and return it; return None on a CPU."""
+        """Record and return a CUDA event that follows the work submitted to the current stream so far. Return None on a
+        CPU."""
         return None if self._stream is None else torch.cuda.current_stream(self._caches[0].device).record_event()
 
     def _save(self, job: SaveJob, ready: Any) -> None:
@@ -261,8 +269,8 @@ class KvWorker:
 
     @contextlib.contextmanager
     def _beside(self, ready: Any) -> Iterator[None]:
-        """Run the copies of the enclosed block on a separate CUDA stream, after the event `ready` and concurrently with
-        engine steps."""
+        """Run the copies of the enclosed code on a separate CUDA stream, after the event `ready` and concurrently with
+        engine steps. Has no effect on a CPU."""
         if self._stream is None:
             yield
             return
@@ -272,10 +280,11 @@ class KvWorker:
             self._stream.synchronize()
 
     def _pieces(self, cache: torch.Tensor, block_ids: Sequence[int], *, fill: bool = False) -> Iterator[memoryview]:
-        """Yield the bytes of these blocks of a layer, in pieces of whole blocks. If `fill` is set, bytes that the
-        caller writes to a piece are stored in the KV cache.
+        """Yield the bytes of the blocks `block_ids` of one layer's `cache`, in pieces of whole blocks. If `fill` is
+        set, the bytes that the caller writes to a piece are stored in `cache`.
 
-        A block that is contiguous in host memory is one piece; other blocks are copied through staging buffers.
+        If the blocks are contiguous in host memory, each block is one piece. Otherwise the blocks are copied through
+        staging buffers.
         """
         if not cache.is_cuda and cache[0].is_contiguous():
             for block in block_ids:
@@ -300,7 +309,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def _packing(cache: torch.Tensor) -> str:
     """Return a text that describes the properties, other than the shape, that determine a block's byte layout. On CPUs,
-    kernels pack keys for their instruction set."""
+    the instruction set is one of these properties, because attention kernels arrange the keys for it."""
     strides = list(cache[0].stride())
     if cache.is_cuda:
         return f"cuda strides {strides}"

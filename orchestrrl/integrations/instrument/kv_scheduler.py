@@ -1,7 +1,7 @@
-"""Schedule the KV transfers of an engine. The scheduler decides which aborted requests are saved and which entry a new
-request loads.
+"""Schedule the KV transfers of an engine. The scheduler decides for which aborted requests the KV cache is saved, and
+which entry a new request loads.
 
-There is one scheduler per engine. It tracks transfers by request id, and its methods return in microseconds; only a
+There is one scheduler per engine. It tracks transfers by request id. Its methods return in microseconds, except that a
 poll of an awaited entry reads a few small headers. This module uses only the standard library. kv_handover.py is the
 connector to vLLM, and kv_entries.py handles the files.
 
@@ -10,9 +10,9 @@ A request selects its transfers in `kv_transfer_params` of its body:
     {"handover": {"weights": "step-7", "save": "ENTRY", "load": "ENTRY", "wait_s": 2.0}}
 
 weights  the weight version with which this attempt starts; an entry of another version is never used
-save     if this attempt is aborted, save its KV as this entry (a new id per attempt)
-load     the prompt continues this entry; tokens that the entry does not have are computed
-wait_s   how long to wait for the entry, which may still be written, before everything is recomputed
+save     the entry in which the attempt's KV is saved if the attempt is aborted (a new id per attempt)
+load     the entry from which the prompt's KV is loaded; tokens that the entry lacks are computed
+wait_s   the longest time, in seconds, to wait for the entry to be complete; after it, all tokens are recomputed
 """
 
 import logging
@@ -39,7 +39,9 @@ logger = logging.getLogger("vllm.orchestrrl.kv_scheduler")
 
 @dataclass(frozen=True, slots=True)
 class TransferParams:
-    """The transfers that a request selects in `kv_transfer_params`."""
+    """The transfers that a request selects in `kv_transfer_params`: the entry in which its KV is saved, and the
+    entry from which its KV is loaded. `wait_s` is the longest time, in seconds, to wait until the entry to load is
+    complete."""
 
     weights: str
     save: str | None = None
@@ -49,8 +51,8 @@ class TransferParams:
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """An order to the workers to save these blocks as an entry. If there are no blocks, an empty entry is saved, so
-    that no reader waits for the entry in vain."""
+    """An order to the workers to save the KV blocks `block_ids` as an entry. If there are no blocks, an empty entry is
+    saved, so that no reader waits for the entry in vain."""
 
     request_id: str
     entry: str
@@ -60,7 +62,8 @@ class SaveJob:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """An order to the workers to fill `block_ids` with blocks of the entry, beginning with `first_block`."""
+    """An order to the workers to fill the engine's blocks `block_ids` with consecutive blocks of an entry, beginning
+    with the entry's block `first_block`."""
 
     request_id: str
     entry: str
@@ -71,7 +74,8 @@ class LoadJob:
 
 @dataclass(slots=True)
 class _Waiting:
-    """A request that waits for its entry or for blocks to load it into."""
+    """The state of a request that waits for its entry, or for vLLM to allocate the blocks into which the entry is
+    loaded."""
 
     entry: str
     found: kv_entries.KvEntryContents | None = None
@@ -81,8 +85,8 @@ class _Waiting:
 
 
 def read_transfer_params(params: object) -> TransferParams | None:
-    """Parse `kv_transfer_params`; return None if they have no handover. Raises ValueError, listing all faults, if they
-    are invalid."""
+    """Parse a request's `kv_transfer_params`; return None if they have no `handover` field. Raises ValueError, listing
+    all faults, if the field is invalid."""
     if not isinstance(params, Mapping) or PARAMETER not in params:
         return None
     path = f"kv_transfer_params.{PARAMETER}"
@@ -108,8 +112,8 @@ def read_transfer_params(params: object) -> TransferParams | None:
 
 @dataclass(slots=True, eq=False)
 class KvTransferScheduler:
-    """The KV transfers of one engine, and the next jobs for its workers. `clock` returns a monotonic time in
-    seconds."""
+    """The state of one engine's KV transfers, and the jobs for the workers' next step. `block_tokens` is the number of
+    tokens per block. `clock` returns a monotonic time in seconds."""
 
     _store: kv_entries.KvEntryStore
     _keeper: kv_entries.KvEvictor
@@ -125,7 +129,8 @@ class KvTransferScheduler:
     _loads: list[LoadJob] = field(default_factory=list)
 
     def arrived(self, request_id: str, params: object) -> None:
-        """Register a new request. Invalid transfer parameters are logged and ignored; the request itself is served."""
+        """Register a new request with its `kv_transfer_params`. Invalid parameters are logged and ignored; the request
+        itself is served."""
         try:
             wish = read_transfer_params(params)
         except ValueError as error:
@@ -137,8 +142,8 @@ class KvTransferScheduler:
                 self._waiting[request_id] = _Waiting(wish.load)
 
     def loadable_tokens(self, request_id: str, token_ids: Sequence[int], computed: int) -> int | None:
-        """Return the number of tokens after the first `computed` tokens that can be loaded, or None if the entry may
-        still arrive and the caller must call again.
+        """Return how many tokens after the first `computed` tokens can be loaded from the request's entry. Return None
+        if the entry may still arrive; the caller must then call again.
 
         At least one token of the prompt is never loaded, because computing it yields the next token.
         """
@@ -160,8 +165,8 @@ class KvTransferScheduler:
         return usable - computed
 
     def _poll(self, request_id: str, waiting: _Waiting) -> bool:
-        """Return whether the entry is complete. Raises UnusableEntry if it is unusable or is not complete within the
-        request's `wait_s`."""
+        """Look up the request's entry, at most once per `POLL_PERIOD_S`; return whether the lookup has found it
+        complete. Raises UnusableEntry if the entry is unusable or is not complete within the request's `wait_s`."""
         now_s = self.clock()
         if now_s - waiting.last_poll_s < POLL_PERIOD_S:
             return False
@@ -180,7 +185,8 @@ class KvTransferScheduler:
         self._keeper.discard(entry)
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
-        """Queue the request's load after vLLM has allocated `block_ids`. If `external_tokens` is 0, drop the load."""
+        """Queue a request's load into the blocks `block_ids`, which vLLM has allocated. `external_tokens` is the number
+        of tokens to load; if it is 0, the load is dropped."""
         waiting = self._waiting.get(request_id)
         if waiting is None:
             return
@@ -195,7 +201,7 @@ class KvTransferScheduler:
         self._loads.append(LoadJob(request_id, waiting.entry, waiting.found.identity, first, blocks))
 
     def loaded(self, request_ids: Sequence[str]) -> None:
-        """Mark these loads as ended, successfully or not."""
+        """Mark the loads of these requests as ended, successfully or not."""
         self._loading.difference_update(request_ids)
 
     def finished(
@@ -208,12 +214,12 @@ class KvTransferScheduler:
         aborted: bool,
         portable: bool,
     ) -> bool:
-        """Handle the end of a request. Return whether its blocks are being saved; if so, they must be kept until the
-        workers report the end of the save.
+        """Handle the end of a request. Return whether its blocks are being saved; if so, the caller must keep them
+        until the workers report the end of the save.
 
-        The KV of `computed` tokens is in `block_ids`, or will be after the running steps. Steps may run ahead of the
-        known tokens; the KV of unknown tokens is left out. `portable` is False for KV that depends on more than weights
-        and token ids.
+        The blocks `block_ids` contain the KV of the first `computed` tokens, or will contain it after the running
+        steps. Running steps may compute tokens that are not yet in `token_ids`; their KV is not saved. `portable` is
+        False if the KV depends on more than weights and token ids.
         """
         wish = self._wishes.pop(request_id, None)
         here = portable and request_id not in self._loading and request_id not in self._stale
@@ -234,13 +240,13 @@ class KvTransferScheduler:
         return blocks > 0
 
     def caches_cleared(self) -> None:
-        """Handle a reset of the engine's caches, for example for new weights. The KV of running requests then belongs
-        to more than one version, so an empty entry is saved when such a request moves."""
+        """Handle a reset of the engine's caches, for example for new weights. The KV of a running request may then
+        belong to more than one weight version, so an empty entry is saved if the request is moved."""
         self._stale.update(self._wishes)
 
     @property
     def waiting(self) -> bool:
-        """Return whether a request waits for its entry, or for blocks to load it into."""
+        """Return whether any request waits for its entry, or for the blocks into which the entry is loaded."""
         return bool(self._waiting)
 
     def jobs(self) -> tuple[list[SaveJob], list[LoadJob]]:
@@ -251,8 +257,8 @@ class KvTransferScheduler:
 
 
 def _continued(found: kv_entries.KvEntryContents, token_ids: Sequence[int]) -> int:
-    """Return the number of leading tokens of `token_ids` whose KV can be taken from the entry. The last token of
-    `token_ids` is never included. Raises UnusableEntry if the token sequences diverge."""
+    """Return the number of leading tokens of `token_ids` whose KV can be taken from the entry `found`. The last token
+    of `token_ids` is never included. Raises UnusableEntry if `token_ids` and the entry's tokens diverge."""
     common = min(len(found.token_ids), len(token_ids))
     if found.token_ids[:common] != array("I", islice(token_ids, common)):
         raise kv_entries.UnusableEntry("the tokens of the KV entry differ from those of the request")

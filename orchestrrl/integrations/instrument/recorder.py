@@ -1,13 +1,13 @@
 """Record the start and end of each torch.distributed collective, and marks of the trainer, in shared memory.
 
-Recording is enabled by one line in the program,
+Recording is enabled by one line in the program:
 
     import recorder; recorder.start()
 
 It can also be enabled without a change to the program: put this folder's `startup` on PYTHONPATH and set
 ORCHESTRRL_RECORDER to 1 or to the directory of the rings. Recording may be enabled before or after torch is imported;
-it does not import torch. The ring is created at the first collective or mark. Each problem with recording is logged
-once, and the program continues without recording.
+this module does not import torch. The ring is created at the first collective or mark. Each problem with recording is
+logged once, and the program continues without recording.
 """
 
 import contextlib
@@ -65,14 +65,16 @@ class Recorder:
             self.warn_once(f"recording is incomplete: {fault!r}")
 
     def forked(self) -> None:
-        """Reset the recorder in a forked child: stop using the parent's ring, and create a new ring when needed."""
+        """Reset the recorder in a forked child. The child stops using its parent's ring, and creates its own at its
+        first collective or mark."""
         if self._writer is not None:
             self._writer.abandon()
         self._writer = None
         self.hooks.forked()
 
     def writer(self) -> rings.RingWriter | None:
-        """Return the ring writer, created at the first call; None if recording has ended or failed."""
+        """Return the ring writer, which the first call creates. Return None if the writer could not be created, or if
+        recording ended before the first call."""
         if self._writer is None and not self._off:
             try:
                 with contextlib.suppress(OSError):
@@ -103,10 +105,12 @@ _process.__dict__.setdefault("recorder", None)
 def start(directory: str | os.PathLike[str] | None = None, *, job: str | None = None) -> None:
     """Start recording. Has no effect if recording is already on.
 
-    `directory` is the directory of the rings; the default is ORCHESTRRL_RECORDER, else `rings.DEFAULT_DIRECTORY`. `job`
-    is a name for the reader; the default is ORCHESTRRL_RECORDER_JOB. DistributedDataParallel reduces gradients outside
-    of Python, so at its first forward pass it gets a communication hook with the same result, unless it already has a
-    hook.
+    `directory` is the directory of the rings. The default is the path in ORCHESTRRL_RECORDER, or
+    `rings.DEFAULT_DIRECTORY` if that variable contains no path. `job` is the name of the job in the ring's header; the
+    default is ORCHESTRRL_RECORDER_JOB.
+
+    DistributedDataParallel reduces gradients outside of Python. At its first forward pass, it therefore gets a
+    communication hook that reduces them with the same result, unless it already has a hook.
     """
     if _process.recorder is not None:
         return
@@ -117,7 +121,7 @@ def start(directory: str | os.PathLike[str] | None = None, *, job: str | None = 
 
 
 def stop() -> None:
-    """Stop recording and restore torch. Recorded events stay in the ring for its reader."""
+    """Stop recording and restore torch to its original state. Recorded events stay in the ring for its reader."""
     stopped, _process.recorder = _process.recorder, None
     if stopped is not None:
         stopped.stop()
@@ -142,19 +146,20 @@ def mark(name: str) -> Iterator[None]:
 
 
 def moment(name: str) -> None:
-    """Record an event without duration."""
+    """Record an event that has a name but no duration."""
     if writer := _writing():
         writer.moment(name)
 
 
 def iteration(number: int) -> None:
-    """Record the start of a training iteration."""
+    """Record the start of the training iteration `number`."""
     if writer := _writing():
         writer.moment("iteration", number)
 
 
 def announce(period: str, body: str | dict[str, Any]) -> None:
-    """Announce the next communication period to the daemon. `body` is JSON. Raises ValueError if it exceeds 3.5 KiB."""
+    """Announce the next communication period, named `period`, to the daemon. `body` is JSON text or a JSON object.
+    Raises ValueError if `body` is not valid JSON or the announcement exceeds 3.5 KiB."""
     text = json.dumps({"period": period, "body": json.loads(body) if isinstance(body, str) else body})
     payload = text.encode()
     if len(payload) > rings.PAYLOAD_BYTES:

@@ -2,16 +2,17 @@
 
 There is one file per process, `<host>-<pid>-<start>-<random>.ring`, in a directory that all processes of a host share
 with the agent. The writer never waits for a reader and makes no system call except to ring the doorbell, which a reader
-arms. This module uses only the standard library. Times are `time.monotonic_ns`, one clock for all processes of a host;
-numbers are native 64-bit integers.
+arms. This module uses only the standard library. Times are values of `time.monotonic_ns`, the same clock for all
+processes of a host. Numbers are native 64-bit integers.
 
     page 0      header words (the constants below), then the name of the job
     slots       `capacity` slots of 8 words; the newest overwrite the oldest: sequence s is in slot s mod capacity
                 sequence + 1 | kind, flags, op, 0 | group | bytes | start_ns | end_ns, 0 while it runs | value | 0
     dictionary  append-only lines of JSON: {"op": 3, "name": "all_reduce"}
-    payloads    a few slots for announcements of a trainer: sequence + 1 | length | bytes
+    payloads    a few slots for announcements of a trainer: announcement number + 1 | length | bytes
 
-Torn reads. `struct.pack_into` first fills with zeros, in unspecified order, then stores word after word. Therefore:
+Torn reads: `struct.pack_into` first fills its target with zeros, in unspecified order, then stores word after word.
+Therefore:
 - The state in the header (numbers in flight and queued, next sequence) is enclosed by two equal numbers and has no word
   that can be 0: counts are stored plus one. A reader reads the last number, the words, then the first number. The state
   is consistent if the numbers are equal and no word is 0. If the reader finds no consistent state, it reports that an
@@ -21,9 +22,9 @@ Torn reads. `struct.pack_into` first fills with zeros, in unspecified order, the
   are readable.
 x86 guarantees that stores become visible in order; on other processors a read may fail, very rarely.
 
-Threads and signals. A collective takes no lock. CPython releases the GIL and runs signal handlers only where a function
-is entered, a loop repeats or a call returns; garbage collection, which may run any code, needs the creation of a
-container object. Therefore `begin`, `end` and the code that they share update the counts and store them by one call
+Threads and signals: a collective takes no lock. CPython releases the GIL and runs signal handlers only where a function
+is entered, a loop repeats or a call returns. Garbage collection, which may run any code, starts only where a container
+object is created. Therefore `begin`, `end` and the code that they share update the counts and store them by one call
 into C, with none of these operations in between, so that no other thread sees an intermediate state. Code that runs
 between two such updates stores later counts, which the next update reads again. Without a GIL, a lock encloses each
 update.
@@ -115,7 +116,8 @@ class RingEvent:
 
 @dataclass(frozen=True, slots=True)
 class RingHeader:
-    """A snapshot of a ring's header."""
+    """A snapshot of a ring's header: the job and global rank of the traced process, and the creation time of the
+    ring."""
 
     job: str
     rank: int  # global, UNKNOWN before torch.distributed is initialised
@@ -123,19 +125,21 @@ class RingHeader:
 
 
 def group_id(ranks: Iterable[int], name: str) -> int:
-    """Return an id of a group, equal on all of its ranks and never 0. Groups of the same ranks differ by name."""
+    """Return the id of a process group. The id is the same on all ranks of the group and is never 0. Groups of the same
+    ranks have different ids if their names differ."""
     text = ",".join(map(str, sorted(ranks))) + "|" + name
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1 or 1
 
 
 def readable(capacity: int) -> int:
-    """Return the number of the newest events that a reader can read. A writer may be overwriting the oldest slots."""
+    """Return how many of the newest events can be read from a ring of `capacity` slots. The oldest slots are left out,
+    because a writer may be overwriting them."""
     return capacity - max(1, min(_SPARE_SLOTS, capacity // 8))
 
 
 class RingWriter:
-    """The writer of a ring, in the traced process. Raises OSError if the ring cannot be created; later calls do not
-    raise.
+    """The writer of a ring, in the traced process. Raises ValueError if `capacity` is not a power of two of at least 2,
+    and OSError if the ring cannot be created. Later writes do not raise OSError.
 
     All threads of the process may write. After a fork, the child must call `abandon` and create its own writer.
     """
@@ -193,7 +197,7 @@ class RingWriter:
                 setattr(self, name, _locked(self._lock, getattr(self, name)))
 
     def op(self, name: str) -> int:
-        """Return the code of an operation or a mark, for `begin`."""
+        """Return the code of the operation or mark `name`. `begin` and `issue` require the code of an operation."""
         code = self._ops.get(name)
         if code is None:
             with self._lock:
@@ -203,8 +207,10 @@ class RingWriter:
         return code
 
     def begin(self, op: int, group: int = 0, n_bytes: int = 0, flags: int = 0, value: int = UNKNOWN) -> int:
-        """Record the start of a collective; return its sequence number, for `end`. `begin` and `end` contain the code
-        of `_count` inline, because they determine the cost of tracing."""
+        """Record the start of a collective; return its sequence number, which `end` requires.
+
+        The code of `_count` is inlined here and in `end`, because these two methods determine the cost of tracing.
+        """
         now_ns = self._clock_ns()
         sequence = self._head
         self._head = number = sequence + 1
@@ -229,8 +235,8 @@ class RingWriter:
             self._ring()
 
     def issue(self, op: int, group: int = 0, n_bytes: int = 0, flags: int = 0, value: int = UNKNOWN) -> int:
-        """Record a collective queued on a device; return its sequence number. `started` and `end` record when it
-        runs."""
+        """Record that a collective has been queued on a device; return its sequence number. `started` and `end` later
+        record the time during which the collective runs."""
         sequence = self._write(COLLECTIVE, flags, op, group, n_bytes, self._clock_ns(), 0, value)
         self._count(0, 1)
         # From now on it may start at any moment, and the start is detected only later.
@@ -239,7 +245,7 @@ class RingWriter:
         return sequence
 
     def started(self, sequence: int, start_ns: int) -> None:
-        """Record the start of an issued collective on its device."""
+        """Record that an issued collective started on its device at the time `start_ns`."""
         with self._lock:
             if self._head - sequence <= self._capacity:
                 self._words[self._slot_at(sequence) // 8 + 4] = start_ns
@@ -247,7 +253,7 @@ class RingWriter:
             self._ring()
 
     def mark(self, name: str) -> int:
-        """Record the start of a mark that lasts until `end_mark`; return its sequence number."""
+        """Record the start of a mark that lasts until `end_mark` is called; return its sequence number."""
         return self._write(MARK, 0, self.op(name), 0, 0, self._clock_ns(), 0, UNKNOWN)
 
     def end_mark(self, sequence: int) -> None:
@@ -255,7 +261,7 @@ class RingWriter:
             _pack_word(self._map, self._slot_at(sequence) + _END_AT, self._clock_ns())
 
     def moment(self, name: str, value: int = UNKNOWN) -> None:
-        """Record a mark without duration."""
+        """Record a mark that has a name and a value but no duration."""
         now_ns = self._clock_ns()
         self._write(MARK, 0, self.op(name), 0, 0, now_ns, now_ns, value)
 
@@ -278,7 +284,7 @@ class RingWriter:
         self._ring()  # even if not armed: announcements are rare, and must be prepared before the next pause
 
     def set_rank(self, rank: int) -> None:
-        """Set the global rank of this process in torch.distributed."""
+        """Store the global rank that this process has in torch.distributed."""
         self._words[_RANK] = rank
 
     def close(self) -> None:
@@ -293,8 +299,8 @@ class RingWriter:
         self._leave()
 
     def _leave(self) -> None:
-        """Redirect all later writes to private memory. Such writes occur because a collective may end after recording
-        has stopped."""
+        """Release the ring and redirect all later writes to private memory. Such writes occur because a collective may
+        end after recording has stopped."""
         if self._file < 0:
             return
         map_, words = self._map, self._words
@@ -318,7 +324,8 @@ class RingWriter:
         return sequence
 
     def _count(self, more_in_flight: int, more_queued: int) -> int:
-        """Update and store the state; return the number of collectives in flight."""
+        """Add to the numbers of collectives in flight and queued, and store the state in the header. Return the number
+        in flight."""
         self._in_flight = in_flight = self._in_flight + more_in_flight
         self._queued = queued = self._queued + more_queued
         self._state = state = self._state + 1
@@ -343,8 +350,8 @@ class RingWriter:
 
 
 class RingReader:
-    """The reader of one ring, in the agent. Raises OSError if the file is missing, and ValueError if it is not a
-    ring."""
+    """The reader of one ring, in the agent. Raises OSError if the file is missing, and ValueError if it is not a ring
+    of the current version."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -417,7 +424,8 @@ class RingReader:
         return self._words[_STATE_DONE]
 
     def arm(self, armed: bool) -> None:
-        """Set whether the process also rings the doorbell when its communication stops or starts."""
+        """Set whether the process rings the doorbell when its communication starts or stops. Announcements ring it in
+        any case."""
         self._words[_ARMED] = int(armed)
 
     @property
@@ -447,8 +455,8 @@ class RingReader:
         self.close()
 
     def _state(self) -> tuple[int, int, int]:
-        """Return (in flight, queued, head) of a consistent state. If no consistent state can be read, return at least
-        one collective in flight."""
+        """Return the numbers of collectives in flight and queued, and the next sequence number, from a consistent
+        state. If no consistent state can be read, the returned number in flight is at least one."""
         words = self._words
         for _ in range(_STATE_TRIES):
             done = words[_STATE_DONE]
@@ -505,8 +513,8 @@ class RingDoorbell:
         return self._socket.fileno()
 
     def rung(self) -> bool:
-        """Receive one signal without waiting; return whether there was a signal. The state of the ring may have changed
-        after the signal."""
+        """Receive one signal without waiting; return whether there was a signal. The state of a ring may have changed
+        again since the signal was sent."""
         try:
             self._socket.recv(1)
         except BlockingIOError:
@@ -518,7 +526,7 @@ class RingDoorbell:
 
 
 def _layout(capacity: int) -> tuple[int, int, int]:
-    """Return the offsets of the dictionary and of the payloads, and the size of the file."""
+    """Return the offsets of the dictionary and of the payloads in a ring's file, and the size of the file, in bytes."""
     payloads = _PAGE_BYTES + capacity * _SLOT_BYTES + DICTIONARY_BYTES
     return payloads - DICTIONARY_BYTES, payloads, payloads + PAYLOAD_SLOTS * _PAYLOAD_SLOT_BYTES
 
@@ -532,12 +540,13 @@ def _locked(lock: Any, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def list_rings(directory: Path = DEFAULT_DIRECTORY) -> list[Path]:
-    """Return the rings of live and dead processes, sorted by name."""
+    """Return the paths of the rings in `directory`, of live and dead processes, sorted by name."""
     return sorted(directory.glob(f"*{SUFFIX}"))
 
 
 def remove_dead(directory: Path = DEFAULT_DIRECTORY, *, older_than_s: float = 0.0) -> list[Path]:
-    """Remove the rings of dead processes; return the removed paths."""
+    """Remove the rings of dead processes from `directory`; return the removed paths. Rings that were modified within
+    the last `older_than_s` seconds are kept."""
     removed: list[Path] = []
     for path in list_rings(directory):
         with contextlib.suppress(OSError, ValueError):  # another process removed it, or it is not a ring
@@ -552,7 +561,8 @@ def remove_dead(directory: Path = DEFAULT_DIRECTORY, *, older_than_s: float = 0.
 
 
 def process_start(pid: int) -> int | None:
-    """Return the start time of a process in clock ticks after boot; None if it does not exist or is a zombie."""
+    """Return the start time of a process in clock ticks after boot, or None if the process does not exist or is a
+    zombie."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -568,8 +578,10 @@ def _pid_namespace() -> int:
 
 
 def _allocate(path: Path, n_bytes: int) -> int:
-    """Create a locked file and return its descriptor. All of its memory is allocated, so that no later store kills the
-    process. The lock lasts as long as the process."""
+    """Create and lock a file of `n_bytes`; return its descriptor. The lock lasts as long as the process.
+
+    The whole file is allocated in advance, because a store to memory that cannot be allocated would kill the process.
+    """
     opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         os.posix_fallocate(opened, 0, n_bytes)

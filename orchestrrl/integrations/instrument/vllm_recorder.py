@@ -1,12 +1,12 @@
 """Record the collectives between the workers of a vLLM engine, as recorder.py does for a trainer.
 
-vLLM adds this class to its workers, with this folder on PYTHONPATH:
+vLLM adds the methods of RecorderExtension to its workers, with this folder on PYTHONPATH:
 
     --worker-extension-cls vllm_recorder.RecorderExtension
 
-Recording begins when the worker starts if ORCHESTRRL_RECORDER is set, else with a call of `start_recorder` through
-`/collective_rpc`. It hooks the methods of vLLM's groups, because their CPU and GPU communication mostly bypasses
-torch.distributed. Collectives inside a captured CUDA graph are not recorded.
+If ORCHESTRRL_RECORDER is set, recording begins when the worker starts. Otherwise it begins when `start_recorder` is
+called through `/collective_rpc`. The recorder hooks the methods of vLLM's process groups, because their CPU and GPU
+communication mostly bypasses torch.distributed. Collectives inside a captured CUDA graph are not recorded.
 """
 
 import os
@@ -44,7 +44,7 @@ def record() -> None:
 
 
 class RecorderExtension:
-    """A worker extension whose methods `/collective_rpc` can call in each worker."""
+    """A vLLM worker extension. `/collective_rpc` calls its methods in each worker to start or stop recording."""
 
     def start_recorder(self) -> None:
         record()

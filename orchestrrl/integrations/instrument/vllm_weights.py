@@ -1,13 +1,15 @@
 """A weight-transfer backend for vLLM that loads a weight version from a folder and reports the loaded version.
 
-vLLM finds it as a plugin (orchestrrl_vllm.dist-info) with this folder on PYTHONPATH, and uses it with this option:
+vLLM finds the backend as a plugin (orchestrrl_vllm.dist-info) with this folder on PYTHONPATH, and uses it with this
+option:
 
     --weight-transfer-config '{"backend": "orchestrrl"}'
 
 `/start_weight_update`, `/update_weights` with `{"folder": ..., "version": ...}` and `/finish_weight_update` then load a
-checkpoint of this machine: its tensors are memory-mapped, and each worker reads only its part. `/collective_rpc` with
-`orchestrrl_weights` returns the outcome of each worker. With several workers, a failed load does not raise an
-exception, because vLLM's executor would then take remaining answers of this call for answers of the next call.
+checkpoint on the engine's machine. The checkpoint's tensors are memory-mapped, and each worker reads only its part.
+`/collective_rpc` with `orchestrrl_weights` returns the outcome of each worker. With several workers and no data
+parallelism, a failed load does not raise an exception, because vLLM's executor would then take the remaining responses
+to this call for responses to the next call.
 """
 
 import logging
@@ -47,14 +49,14 @@ logger = logging.getLogger("vllm.orchestrrl.weights")
 
 
 def register() -> None:
-    """Register the backend. vLLM calls this in each of its processes."""
+    """Register the backend with vLLM, which calls this function in each of its processes."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, FolderWeights)
 
 
 @dataclass
 class NothingToCompare(WeightTransferInitInfo):  # type: ignore[misc]  # vllm is not installed where types are checked
-    """The init info of vLLM's interface, empty because there is no connection to a trainer."""
+    """The init info that vLLM's interface requires. It is empty, because there is no connection to a trainer."""
 
 
 @dataclass
@@ -65,8 +67,8 @@ class FolderUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class LoadedReport:
-    """The report of a worker. `sum` is the checksum of the checkpoint's whole tensors, even if the worker has only a
-    part of each tensor."""
+    """A worker's report on its last load and on the weight version in its memory. `sum` is the checksum of the
+    checkpoint's whole tensors, even if the worker has only a part of each tensor."""
 
     version: int | None = None  # None: the weights from the start, or unknown
     sum: str = ""
@@ -77,8 +79,8 @@ class LoadedReport:
 
 
 class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
-    """The backend in one worker. A folder without a complete checkpoint of this model is refused before the weights are
-    changed."""
+    """The weight-transfer backend in one worker. An incomplete checkpoint is refused before any weights are changed. So
+    is a checkpoint of another model, if the shapes of the engine's initial checkpoint are known."""
 
     init_info_cls = NothingToCompare
     update_info_cls = FolderUpdate
@@ -120,8 +122,8 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
                 raise
 
     def receive_weights(self, update_info: FolderUpdate) -> None:
-        """Load and verify a version. Raises BrokenCheckpoint if the checkpoint is unusable; the model is then
-        unchanged. Raises vLLM's own errors if the load fails; the model may then have parts of two versions."""
+        """Load and verify a weight version. Raises BrokenCheckpoint if the checkpoint is unusable; the model is then
+        unchanged. Raises other errors if the load fails; the model may then have parts of two versions."""
         stored = files.read_checkpoint(Path(update_info.folder))
         if self._wanted is not None:
             files.check_same_model(files.shapes_of(stored), self._wanted)
@@ -145,7 +147,7 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
 
     def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load tensors through vLLM's layerwise reload, because only vLLM's loaders support the formats of all layers.
-        Raises ValueError if the checkpoint lacks weights of an unquantized model."""
+        Raises ValueError if the model is unquantized and the checkpoint lacks some of its weights."""
         wanted = {name for name, _ in self.model.named_parameters()}
         self._let_go()
         initialize_layerwise_reload(self.model)
@@ -161,9 +163,9 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
             raise
 
     def _incomplete(self) -> list[str]:
-        """Return the names of linear layers of which the checkpoint lacks weights. One layer may be formed from several
-        tensors of a checkpoint. Other layers are skipped, because vLLM never reports padded layers, such as embeddings,
-        as complete."""
+        """Return the names of linear layers for which the checkpoint has only some of the weights. One layer may be
+        formed from several tensors of a checkpoint. Other layers are skipped, because vLLM never reports padded layers,
+        such as embeddings, as complete."""
         waiting = [
             (name, get_layerwise_info(layer))
             for name, layer in self.model.named_modules()
@@ -172,8 +174,8 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
         return [name for name, info in waiting if info.can_load() and 0 < info.load_numel < info.load_numel_total]
 
     def _let_go(self) -> None:
-        """End an interrupted reload: layers that wait for further weights get their old weights back. Otherwise these
-        layers would take weights from the next reload."""
+        """End an interrupted reload, and restore the old weights of the layers that wait for further weights. Otherwise
+        these layers would take weights from the next reload."""
         waiting = [info for info in map(get_layerwise_info, self.model.modules()) if info.can_load()]
         for info in waiting:
             info.load_numel, info.loaded_weights = 0, []
@@ -181,8 +183,9 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
             finalize_layerwise_reload(self.model, self.model_config)
 
     def _compare(self, tensors: Mapping[str, torch.Tensor]) -> str:
-        """Compare the model's weights with these tensors. Return the reason if the weights could not be verified, else
-        an empty string. Packed weights, as in vLLM's CPU build and some quantized models, cannot be compared."""
+        """Compare the model's weights with the checkpoint's tensors. Return an empty string if all weights are equal,
+        else the reason why they could not be verified. Packed weights, as in vLLM's CPU build and some quantized
+        models, cannot be compared."""
         comparing = TensorComparison()
         try:
             with comparing:
@@ -193,7 +196,8 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
 
 
 class TensorComparison(TorchDispatchMode):  # type: ignore[misc]  # torch is not installed there either
-    """A dispatch mode in which weight loaders compare the tensors that they would write with the existing tensors."""
+    """A dispatch mode in which weight loaders write nothing, but compare each tensor that they would write with the
+    existing tensor. `differing` counts the unequal tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +225,8 @@ def _tensor(stored: files.StoredTensor, data: memoryview) -> torch.Tensor:
 
 
 def _shapes_at_start(model: str, revision: str | None) -> dict[str, tuple[int, ...]] | None:
-    """Return the shapes of the engine's initial checkpoint, or None if this machine has no safetensors files of it."""
+    """Return the tensor shapes of the engine's initial checkpoint, by tensor name. Return None if this machine has no
+    complete safetensors files of that checkpoint."""
     try:
         folder = model if Path(model).is_dir() else snapshot_download(model, revision=revision, local_files_only=True)
         return files.shapes_of(files.read_checkpoint(Path(folder)))

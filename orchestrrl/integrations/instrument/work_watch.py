@@ -1,4 +1,4 @@
-"""Record the ends of asynchronous collectives on the CPU and on CUDA devices."""
+"""Record the ends of asynchronous collectives on the CPU, and the starts and ends of collectives on CUDA devices."""
 
 import atexit
 import threading
@@ -25,10 +25,11 @@ class WorkWatch:
     """Records the end of each collective on the CPU when the program has waited for the collective, or when a polling
     thread detects its end.
 
-    A callback on the Work's future would be exact, but the backend's thread would take the GIL from the program, which
-    costs several times the rest of the recording. So each Work is kept until the program has waited for it. A thread,
-    started with the first Work, polls all kept Works. Until its end is recorded, a collective is reported as in flight.
-    The end may be recorded late, by up to the thread's period plus the wait for the GIL, but never early.
+    A callback on the future of torch's Work object would be exact, but the backend's thread would take the GIL from the
+    program, which would cost several times as much as the rest of the recording. So each Work is kept until the program
+    has waited for it. A thread, started with the first Work, polls all kept Works. Until its end is recorded, a
+    collective is reported as in flight. The end may be recorded late, by up to the thread's period plus the wait for
+    the GIL, but never early.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,8 @@ class WorkWatch:
         self._stopped = False
 
     def follow(self, work: Any, writer: RingWriter, sequence: int, completes: bool) -> None:
-        """Record the end of an asynchronous operation. `completes` is set if the Work reports its own completion."""
+        """Watch an asynchronous operation, so that its end is recorded. `completes` is set if `work` reports its own
+        completion."""
         if completes:
             self._pending[id(work)] = work, writer, sequence
             if self._thread is None:
@@ -53,7 +55,8 @@ class WorkWatch:
             self._waited[key] = weakref.ref(work, partial(self._dropped, key)), writer, sequence
 
     def wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a replacement for Work.wait that calls `original` and records the end of the operation."""
+        """Return a replacement for the method `wait` of torch's Work. It calls the method `original`, then records the
+        end of the operation."""
         pending, waited = self._pending, self._waited
 
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +99,7 @@ class WorkWatch:
             thread.join(timeout=1.0)
 
     def forked(self) -> None:
-        """Reset the state in a forked child, where the thread does not exist."""
+        """Reset the state in a forked child, where the polling thread does not exist."""
         self._pending.clear()
         self._waited.clear()
         self._thread = None
@@ -114,7 +117,7 @@ class WorkWatch:
             time.sleep(PERIOD_S if idle < BUSY_FOR else IDLE_PERIOD_S)
 
     def _dropped(self, key: int, reference: Any) -> None:
-        """Record the end of an operation whose Work was freed, so that no caller can wait for it."""
+        """Record the end of an operation whose Work was freed. No caller can wait for the operation any more."""
         found = self._waited.get(key)
         if found is not None and found[0] is reference:
             del self._waited[key]
@@ -138,14 +141,13 @@ class _Pending:
 
 
 class DeviceWatch:
-    """Records when collectives run on a CUDA device, by events on its streams. A thread polls the events while
-    collectives are pending.
+    """Records when collectives run on a CUDA device, by events on the device's streams. A thread polls the events while
+    collectives are pending. `cuda` is torch.cuda or a compatible object.
 
     An operation may wait in a stream for long after it was issued, and an asynchronous call returns before its end, so
     neither the call nor its return shows when the network is in use. The start is an event before the operation. The
     end is an event after it, or the completion of the Work of an asynchronous operation. The thread detects the start
-    and the end with a delay of at most two polling periods. The time of the start is then read from the device. `cuda`
-    is torch.cuda or a compatible object.
+    and the end with a delay of at most two polling periods. The time of the start is then read from the device.
     """
 
     def __init__(self, cuda: Any, writer: RingWriter, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
@@ -158,7 +160,9 @@ class DeviceWatch:
         self._thread: threading.Thread | None = None
 
     def run(self, call: Callable[[], Any], sequence: int, asynchronous: bool, coalescing: Any) -> Any:
-        """Issue one operation to the current stream, between two events; return its Work."""
+        """Issue one operation to the current stream with `call`. Record a CUDA event before the operation and, if
+        needed, one after it. Return the operation's Work. `coalescing` is the list of operations in the open coalesced
+        group, or None."""
         entry = _Pending(sequence, self._clock_ns(), self._record())
         try:
             work = call()
@@ -178,8 +182,8 @@ class DeviceWatch:
         return work
 
     def follow(self, entries: list[Any], work: Any) -> None:
-        """Set the end of coalesced operations. All of them end at the same time: when `work` is complete or, if `work`
-        is None, at the current position in the current stream."""
+        """Set the end of the coalesced operations `entries`. All of them end at the same time: when `work` is complete
+        or, if `work` is None, at the current position in the current stream."""
         over = self._record().query if work is None else lambda: is_completed(work)
         with self._changed:
             for entry in entries:

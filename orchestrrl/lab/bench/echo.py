@@ -1,8 +1,8 @@
 """Measure the minimum latency from a job's pause to a socket: shared memory, a poller and TCP, without decisions.
 
 `python -m orchestrrl.lab.bench.echo STAMPS RANKS POLL_S`: whenever all ranks have stored the same number of pauses
-(lab/demo/fabric_job.py), the program writes the time of the last pause to a socket on this host. Another process reads
-the socket. On SIGTERM, the program prints one line of JSON with all latencies in seconds, and exits.
+(lab/demo/fabric_job.py), the program writes the latest start time of that pause to a socket on this host. Another
+process reads the socket. On SIGTERM, the program prints one line of JSON with all latencies in seconds, and exits.
 """
 
 import json
@@ -20,7 +20,8 @@ NANO = 1e-9
 
 
 def poll(words: memoryview, ranks: int, wire: socket.socket, poll_s: float) -> None:
-    """Send the start time of each pause to a socket until the process is terminated."""
+    """Send the latest start time of each pause to the socket `wire` once all ranks have stored the pause in the shared
+    memory `words`. Poll the memory every `poll_s` seconds until the process is terminated."""
     sent = 0
     while True:
         pauses = [words[2 * rank] for rank in range(ranks)]

@@ -30,7 +30,8 @@ def dense(endpoints: int, ports: int, seed: int) -> AllocationProblem:
 
 
 def small(seed: int, *, bipartite: bool = False) -> AllocationProblem:
-    """Return a random problem with few endpoints and ports, sparse or dense, and integral bytes."""
+    """Return a random problem with 4 to 8 endpoints, few ports and integral demand in bytes. The demand is sparse or
+    dense. If `bipartite` is set, the endpoints have two sides, and there is demand only between different sides."""
     draw = random.Random(seed)
     ids = [EndpointId(f"tor{number}") for number in range(draw.randint(4, 8))]
     most, share, spread = draw.choice((2, 3, 4, 6)), draw.choice((0.3, 0.6, 1.0)), draw.choice((0.5, 1.0, 1.5))
@@ -93,7 +94,7 @@ def _gaps() -> list[Figure]:
 
 
 def _over(value: float, best: float) -> float:
-    """Return the excess of a value over the best value in percent; differences within rounding error are 0."""
+    """Return by how many percent `value` exceeds `best`. Differences within rounding error are 0."""
     over = value / best - 1
     return 0.0 if abs(over) < 1e-12 else 100 * over
 
@@ -103,7 +104,8 @@ def _over(value: float, best: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The criteria of an allocation: pairs served, bytes served, and the time of the slowest pair."""
+    """The criteria by which allocations are compared: the number of pairs served, the bytes served, and the time, in
+    seconds, of the slowest pair."""
 
     pairs: int
     total_bytes: int
@@ -145,8 +147,8 @@ class Optimum:
         model.add(self._bytes >= least.total_bytes)
 
     def fewest_seconds(self) -> Judged:
-        """Return the criteria of the allocation that serves the most pairs; among equals, the one with the fewest
-        seconds, then the most bytes."""
+        """Return the criteria of the allocation that serves the most pairs. Ties are broken by the shortest time, and
+        then by the most bytes."""
         return self._best(self._pairs, -self._rank, self._bytes)
 
     def most_bytes(self) -> Judged:
@@ -166,7 +168,7 @@ class Optimum:
 
 
 def _both_ways(problem: AllocationProblem) -> Mapping[Pair, tuple[int, int]]:
-    """Return two numbers of bytes for each eligible pair with demand: the number of its direction with more bytes, and
+    """Return two numbers of bytes for each eligible pair with demand: the demand of the direction with more bytes, and
     the sum over both directions."""
     sent: dict[Pair, list[int]] = {}
     for (source, destination), sent_bytes in problem.demand.items():

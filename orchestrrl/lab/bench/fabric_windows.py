@@ -1,9 +1,9 @@
 """Measure the commits of circuits in the windows of a torch.distributed job: their number, whether they are inside a
 window, and their latency.
 
-Eight gloo processes under a daemon, an agent and virtual switches (lab/demo/fabric_stack.py) take turns with eight
-processes without OrchestrRL. Afterwards, the recorders of all ranks show whether a collective was in flight during a
-commit. In the same turns, a bare poller sends each pause from shared memory to a socket (echo.py).
+Eight gloo processes with a daemon, an agent and virtual switches (lab/demo/fabric_stack.py) take turns with eight
+processes without OrchestrRL. Afterwards, the recorded events of all ranks show whether a collective was in flight
+during a commit. In the same turns, a bare poller sends each pause from shared memory to a socket (echo.py).
 """
 
 import asyncio
@@ -34,8 +34,8 @@ ALLOWED_OUTSIDE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The measurements of the benchmark. `pairs` contains, per turn, the mean seconds of an iteration with and without
-    OrchestrRL. `echo_s` contains the latencies of the bare poller."""
+    """The measurements of the benchmark. `pairs` contains, per turn, the mean time of an iteration with and without
+    OrchestrRL. `echo_s` contains the latencies of the bare poller. All times are in seconds."""
 
     run: PeriodOutcomes
     pairs: Sequence[tuple[float, float]]
@@ -43,7 +43,7 @@ class Shown:
 
 
 def fabric_windows(log_dir: Path) -> list[Figure]:
-    """Run the benchmark, which takes about three minutes."""
+    """Measure the commits in windows, the slowdown of the job and the latencies. This takes about three minutes."""
     log_dir.mkdir(parents=True, exist_ok=True)
     load = os.getloadavg()[0]
     # Each job has its own working directory.
@@ -65,14 +65,16 @@ async def _show(folder: Path) -> Shown:
 
 
 async def _pair(stack: FabricDemoStack, turn: int) -> tuple[float, float]:
-    """Run one turn of each job, in alternating order, and return the mean seconds of an iteration of each job."""
+    """Run one turn of each job, in an order that alternates with `turn`. Return the mean time of an iteration, in
+    seconds, with and without OrchestrRL."""
     order = ("watched", "alone") if turn % 2 else ("alone", "watched")
     taken_s = {name: fmean(await stack.turn(name, ITERATIONS)) for name in order}
     return taken_s["watched"], taken_s["alone"]
 
 
 async def _refuse(folder: Path) -> PeriodOutcomes:
-    """Run a job with a device whose reconfiguration takes longer than any window, so that commits are refused."""
+    """Run a job with devices whose reconfiguration takes longer than any window, so that commits are refused. Return
+    the outcomes of the job's periods."""
     async with fabric_demo(folder, device_s=SLOW_DEVICE_S, within_s=SHORT_WINDOW_S + 0.03) as stack:
         await stack.start_job("slow", SHORT_WINDOW_S)
         await stack.turn("slow", SLOW_ITERATIONS)
@@ -80,8 +82,8 @@ async def _refuse(folder: Path) -> PeriodOutcomes:
 
 
 async def _seen(stack: FabricDemoStack) -> PeriodOutcomes:
-    """Return the outcome of the job's periods. Call this function while the job's processes run, because rings of dead
-    processes are removed."""
+    """Return the outcomes of the job's periods. Call this function while the job's processes run, because rings of dead
+    processes are removed. Raises RuntimeError if the trace of a rank is missing."""
     outcome = await stack.outcome()
     if (ranks := sorted(outcome.traffic.traces)) != list(range(RANKS)):
         raise RuntimeError(f"the traces must be of ranks 0 to {RANKS - 1}, got {ranks}")
@@ -89,8 +91,8 @@ async def _seen(stack: FabricDemoStack) -> PeriodOutcomes:
 
 
 def _latencies_s(run: PeriodOutcomes, until: Callable[[CommitRecord], float | None]) -> list[float]:
-    """Return the latency of each commit that waited for a period's last collective. The latency starts when the last
-    rank has finished that collective."""
+    """Return the latencies, in seconds, of the commits that waited for a period's last collective. A latency starts
+    when the last rank has finished that collective, and ends at the time that `until` returns for the commit."""
     found: list[float] = []
     for commit in run.commits:
         quiet, at_s = run.traffic.quiet_around(commit.commanded_s), until(commit)
@@ -162,5 +164,6 @@ def _counted(reasons: Iterable[str]) -> str:
 
 
 def _reason(code: str, detail: str) -> str:
-    """Return the reason code of a period. For `no_window`, the reason of the last check is added."""
+    """Return the reason code of a period. For `no_window`, add the reason of the last check, which is part of
+    `detail`."""
     return f"{code} ({detail.split(': ')[1]})" if code == "no_window" else code

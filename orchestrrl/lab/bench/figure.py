@@ -1,5 +1,5 @@
-"""The result of a benchmark, and the function that measures it: the measured call and the baseline alternate, so that
-noise of the machine affects both."""
+"""The result of a benchmark, and a function that measures CPU time. The function alternates between the measured call
+and the baseline, so that noise of the machine affects both."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from statistics import median
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured value with its baseline. Lower values and lower ratios are better."""
+    """One measured value and the value of its baseline, both in `unit`. Lower values and lower ratios are better."""
 
     name: str
     value: float
@@ -20,15 +20,16 @@ class Figure:
 
     @property
     def ratio(self) -> float | None:
-        """The value divided by the baseline. None if the measured baseline is 0 or negative because of noise."""
+        """The value divided by the baseline's value. It is None if the baseline's value is 0, or negative because of
+        noise."""
         return self.value / self.baseline_value if self.baseline_value > 0 else None
 
 
 def side_by_side(
     measured: Callable[[], object], baseline: Callable[[], object], repetitions: int
 ) -> tuple[float, float]:
-    """Return the median CPU seconds of `measured` and of `baseline`. The two functions are called alternately; the
-    first call of each is not counted."""
+    """Return the median CPU times of `measured` and of `baseline`, in seconds. The two functions are called
+    alternately; the first call of each is not counted."""
     spent_s: tuple[list[float], list[float]] = ([], [])
     for repetition in range(-1, repetitions):
         for call, times_s in zip((measured, baseline), spent_s, strict=True):

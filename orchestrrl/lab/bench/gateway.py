@@ -1,5 +1,5 @@
-"""Measure the gateway's CPU time, added latency and memory, and compare them with plain proxies, routers and no proxy.
-Also measure the cost of its ledger on disk.
+"""Measure the gateway's CPU time, added latency and memory, and compare them with those of plain proxies and routers,
+and with direct requests. Also measure the cost of the gateway's ledger on disk.
 
 One engine of minimal cost serves all paths in rotation, so that noise of the machine affects all paths alike. The
 gateway does more than a proxy: it requests a stream of token ids from the engine, stores every token of every request,
@@ -29,8 +29,8 @@ PER_THOUSAND = "CPU s per 1,000 requests"
 
 @dataclass(frozen=True, slots=True)
 class GatewayLoad:
-    """The amount of load of a measurement. With the defaults, every reported number is based on at least 10 ms of CPU
-    time."""
+    """The numbers of rounds, requests and streams in a measurement. With the defaults, every reported number is based
+    on at least 10 ms of CPU time."""
 
     rounds: int = 3
     whole_requests: int = 300
@@ -61,7 +61,8 @@ class Burst:
 
 @dataclass(slots=True)
 class WaySpent:
-    """The measurements of one path to the engine, one entry per round."""
+    """The measurements of one path to the engine. `latency_s` has one entry per request; the other lists have one entry
+    per round."""
 
     served: LabProcess
     whole_s: list[float] = field(default_factory=list)  # CPU seconds per 1,000 requests
@@ -77,14 +78,16 @@ class WaySpent:
 
 
 def gateway_cpu(log_dir: Path, load: GatewayLoad = GatewayLoad()) -> list[Figure]:
-    """Measure CPU time, latency and bursts of all paths. Raises Permanent if a response is incomplete."""
+    """Measure the CPU time, the latency and the bursts of all paths to the engine. Raises Permanent if a response is
+    incomplete."""
     spent, left_out = asyncio.run(_all_ways(log_dir, load))
     missing = "".join(f"; {name} skipped: {reason}" for name, reason in left_out.items())
     return [*_cpu_figures(spent, missing), *_time_figures(spent), *_burst_figures(spent, load)]
 
 
 def _cpu_figures(spent: dict[str, WaySpent], missing: str) -> list[Figure]:
-    """Return figures that compare the gateway's CPU times with those of each other path."""
+    """Return figures that compare the gateway's CPU times with those of each proxy and router. `missing` is a note
+    about the paths that were skipped."""
     ours = spent[OURS]
     figures = []
     for other, theirs in spent.items():
@@ -159,7 +162,8 @@ async def _rounds(spent: dict[str, WaySpent], load: GatewayLoad) -> None:
 
 async def _round(way: WaySpent, client: LoadClient, load: GatewayLoad) -> None:
     async def spent(requests: int, tokens: int, *, stream: bool = False) -> tuple[float, float, int]:
-        """Send requests, and return the CPU seconds, the wall-clock seconds and the number of chunks."""
+        """Send requests for `tokens` tokens each. Return the CPU time and the wall-clock time, in seconds, and the
+        number of chunks received."""
         asked = ways.request(max_tokens=tokens, stream=stream)
         before_s, started_s = way.served.cpu_s(), time.perf_counter()
         chunks = _counted(await client.send_in_turn(asked, requests, load.in_flight), tokens)
@@ -188,7 +192,8 @@ async def _burst(way: LabProcess, requests: int, *, stream: bool, within_s: floa
 
 
 def _counted(answers: Sequence[TimedResponse], tokens: int) -> int:
-    """Return the total number of chunks. Raises Permanent if a response does not have `tokens` tokens."""
+    """Return the total number of chunks in the responses. Raises Permanent if a response does not have `tokens`
+    tokens."""
     lacking = [answer.tokens for answer in answers if answer.tokens != tokens]
     if lacking:
         raise Permanent(f"responses must have {tokens} tokens, {len(lacking)} of {len(answers)} have: {lacking[:8]}")
@@ -202,9 +207,9 @@ _LEDGERS: dict[str, tuple[str, ...] | None] = {"plain": None, "ledger": (), "led
 
 
 def gateway_ledger(log_dir: Path, load: GatewayLoad = LEDGER_LOAD) -> list[Figure]:
-    """Measure the gateway's CPU time with `--ledger`, including the writer thread. By default the ledger does not store
-    responses that took less than 0.2 s, so single tokens are also measured with all responses stored. Raises Permanent
-    if a response is incomplete."""
+    """Measure the gateway's CPU time with `--ledger`, including the ledger's writer thread. By default, the ledger does
+    not store responses that took less than 0.2 s. Responses of a single token are therefore also measured with a ledger
+    that stores all responses. Raises Permanent if a response is incomplete."""
     spent = asyncio.run(_with_ledgers(log_dir, load))
     plain, kept, all_kept = (spent[name] for name in _LEDGERS)
     short, long = "1 KB in, one token out", f"{STREAM_TOKENS} tokens out at 5 ms"
@@ -239,8 +244,9 @@ FILES_EACH = 2  # open files of a proxy per request: the client's connection and
 
 
 def gateway_burst(log_dir: Path, requests: int = REQUESTS) -> list[Figure]:
-    """Measure the gateway's CPU time and memory in a burst of requests. No response takes less than 0.3 s, so that
-    requests accumulate. Clients and engine run in other processes. Raises Permanent if a response is incomplete."""
+    """Measure the gateway's CPU time and memory in a burst of requests. Every response takes at least 0.3 s, so that
+    requests accumulate. The clients and the engine run in other processes. Raises Permanent if a response is
+    incomplete."""
     with _many_files() as files:
         at_once = min(requests, (files - 200) // FILES_EACH)
         ours, theirs = asyncio.run(_bursts(log_dir, at_once))
@@ -269,14 +275,15 @@ async def _bursts(log_dir: Path, requests: int) -> list[Burst]:
 
 
 def _peak_bytes(pid: int) -> int:
-    """Return the peak resident memory of the process so far, in bytes."""
+    """Return the peak resident memory of a process so far, in bytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) << 10
 
 
 @contextmanager
 def _many_files() -> Iterator[int]:
-    """Raise the limit of open files to the hard limit, for this process and its children, and yield the limit."""
+    """Raise the limit of open files to the hard limit, for this process and its children, and yield the limit. Restore
+    the previous limit on exit."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
     try:

@@ -1,7 +1,7 @@
 """An engine with minimal CPU cost, used behind all measured proxies. It runs as a module.
 
-It implements the part of vLLM's HTTP API that routers use. A single token is sent immediately. Longer responses receive
-a token every `CHUNK_S`, all at the same time.
+It implements the part of vLLM's HTTP API that routers use. A response of one token is sent immediately. In longer
+responses, a token is sent every `CHUNK_S` seconds, at the same time in all responses.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ def _whole(value: Mapping[str, Any]) -> bytes:
 
 
 def _event(tokens: int, *, ids: bool, first: bool = False, finish_reason: str | None = None) -> bytes:
-    """Return a stream event as an HTTP chunk. If `ids` is true, the event includes the token ids, as vLLM's events do
-    on request."""
+    """Return a stream event with `tokens` tokens as an HTTP chunk. If `ids` is set, the event includes token ids, as
+    vLLM's events do on request. The first event of a response then includes the prompt's token ids."""
     choice: dict[str, Any] = {"index": 0, "text": TOKEN.decode() * tokens, "logprobs": None}
     choice |= {"finish_reason": finish_reason, "stop_reason": None}
     if ids:
@@ -45,9 +45,11 @@ def _event(tokens: int, *, ids: bool, first: bool = False, finish_reason: str | 
 
 @functools.cache
 def streamed(tokens: int, interval_tokens: int, *, ids: bool) -> tuple[bytes, ...]:
-    """Return the data to send after each token, in reverse order of tokens. A chunk is sent after the first token,
-    after every `interval_tokens` tokens and at the end, as with vLLM's stream interval; the data of other tokens is
-    empty."""
+    """Return the data to send after each token of a streamed response, in reverse order of tokens.
+
+    A chunk is sent after the first token, after every `interval_tokens` tokens and at the end, as with vLLM's stream
+    interval. The data of other tokens is empty.
+    """
     sent: list[bytes] = []
     held = 0
     for number in range(1, tokens + 1):

@@ -1,5 +1,5 @@
-"""Measure the cost of recording a collective: a torch program over gloo alternates between calls with and without the
-recorder."""
+"""Measure the cost of recording a collective. A torch program with the gloo backend alternates between calls with and
+without the recorder."""
 
 import json
 import subprocess
@@ -61,7 +61,7 @@ os._exit(0)
 
 
 def recorder() -> list[Figure]:
-    """Measure the median duration of one all-reduce in microseconds."""
+    """Measure the median duration of one all-reduce, in microseconds, with and without the recorder."""
     found: list[Figure] = []
     for size, rounds in ROUNDS.items():
         with TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as rings:
@@ -73,8 +73,8 @@ def recorder() -> list[Figure]:
 
 
 def _figure(form: str, size: int, wall_ns: list[list[float]], cpu_ns: list[list[float]]) -> Figure:
-    """Return the figure of one form of call. A round contains three times: one without the recorder, one with it, and
-    another one without it."""
+    """Return the figure for one form of call on `size` ranks. Each round in `wall_ns` and `cpu_ns` contains the time
+    per call, in nanoseconds, without the recorder, with the recorder, and again without it."""
     cpu_added_ns = median(recorded - (before + after) / 2 for before, recorded, after in cpu_ns)
     return Figure(
         f"recorder_{form}_{size}",

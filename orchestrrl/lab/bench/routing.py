@@ -1,8 +1,9 @@
-"""Measure the gain of the gateway's queue for each routing strategy. Simulated engines run the requests of whole steps.
-The gateway's routing code routes the requests, and none is moved.
+"""Measure how much the gateway's queue reduces the latency of requests under each routing policy. Simulated engines run
+the requests of whole steps. The gateway's routing code routes the requests, and no request is moved.
 
-Arms differ in the strategy and in the number of requests that can wait on an engine. Engines, requests and the inputs
-of the gateway (its own counts, and the KV that the daemon reports once a second) are the same.
+The compared runs differ only in the policy and in the number of requests that may wait on an engine. The engines, the
+requests and the inputs of the gateway are the same. These inputs are the gateway's own counts, and the KV usage that
+the daemon reports once a second.
 """
 
 import asyncio
@@ -41,7 +42,7 @@ STEP = WorkloadSection(
 
 @dataclass(frozen=True, slots=True)
 class ArrivalLoad:
-    """The requests of a step, with their arrival rate."""
+    """The requests of one step with their arrival rate, and the capacity and speed of the engines."""
 
     name: str
     rate_per_s: float | None = None  # None: all at once
@@ -51,7 +52,7 @@ class ArrivalLoad:
 
     @property
     def kind(self) -> EngineKind:
-        """The engine kind: a 14B model at TP=2 on H800s."""
+        """The kind of the engines: a 14B model at TP=2 on H800s, with at most `seats` running sequences."""
         profile = next(each for each in named_profile("paper-14b-h800").configurations if each.id == "tp2")
         return EngineKind(replace(profile, max_sequences=self.seats))
 
@@ -71,7 +72,9 @@ class RoutingOutcome:
 
 
 async def outcome(load: ArrivalLoad, seed: int, policy: str, depth: int) -> RoutingOutcome:
-    """Run one step of `load` and return the step's outcome. The samples of a prompt arrive together."""
+    """Run one step of `load` and return the step's outcome. The samples of a prompt arrive together. `depth` is the
+    queue depth: the number of requests that may wait on an engine before the gateway queues further requests. If it is
+    0, the gateway has no queue."""
     clock, requests = VirtualClock(), requests_of_step(load.step, seed, 0)
     finished: list[CountedRecord] = []
     kind = load.kind

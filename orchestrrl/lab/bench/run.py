@@ -36,8 +36,8 @@ NEED_TORCH = ("recorder", "fabric_windows")  # benchmarks that need the environm
 
 
 def run(names: Iterable[str], log_dir: Path, progress: Callable[[str], None]) -> list[Figure]:
-    """Run benchmarks and return the measured figures. `progress` is called with the name of each benchmark as it
-    starts."""
+    """Run the benchmarks `names` and return the measured figures. `progress` is called with the name of each benchmark
+    as it starts. A benchmark whose environment is missing is skipped; `progress` is then called with the reason."""
     figures: list[Figure] = []
     for name in names:
         if name in NEED_TORCH and not VLLM_PYTHON.exists():

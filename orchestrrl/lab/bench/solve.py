@@ -1,6 +1,6 @@
-"""Measure how the makespan solver's time, gap and memory grow with the size of the fleet.
+"""Measure how the makespan solver's time, optimality gap and memory grow with the size of the fleet.
 
-Each problem is solved in a new process, so that no cache is warm: `-m orchestrrl.lab.bench.solve GPUS`.
+Each problem is solved in a new process, `python -m orchestrrl.lab.bench.solve GPUS`, so that no cache is warm.
 """
 
 import json
@@ -37,7 +37,8 @@ LENGTH_MEDIAN, LENGTH_SIGMA = 4_500.0, 1.0  # lognormal distribution, in tokens
 
 
 def step(gpus: int, seed: int) -> MakespanProblem:
-    """Return a problem in the middle of a step: requests that are unevenly distributed over instances of two GPUs."""
+    """Return a problem in the middle of a step. The requests are unevenly distributed over instances of two GPUs
+    each."""
     rng = np.random.default_rng(seed)
     count, engines = gpus * REQUESTS_PER_GPU, gpus // 2
     generated = rng.integers(0, 3_000, count)

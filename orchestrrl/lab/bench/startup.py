@@ -1,5 +1,5 @@
-"""Measure the CPU seconds that commands and processes need until they are ready. The baseline is the start of Python
-alone."""
+"""Measure the CPU time, in seconds, that commands and processes need until they are ready. The baseline is the start of
+Python alone."""
 
 import asyncio
 import os
@@ -30,9 +30,12 @@ COMMANDS: dict[str, tuple[Sequence[str], Mapping[str, str]]] = {
 
 
 def start_up(folder: Path) -> list[Figure]:
-    """Measure the CPU seconds as medians over rounds. The first round writes bytecode and is not counted. An engine or
-    a gateway is ready when it has printed its address. An agent or a peer is ready when the daemon lists it. The daemon
-    is ready when it has made a plan."""
+    """Measure the CPU time of commands and processes until they are ready, in seconds, as the median over rounds. The
+    first round writes bytecode and is not counted.
+
+    An engine or a gateway is ready when it has printed its address. An agent or a peer is ready when the daemon lists
+    it. The daemon is ready when it has made a plan.
+    """
     spent_s: dict[str, list[float]] = defaultdict(list)
     # With PYTHONDONTWRITEBYTECODE, every process would compile all modules again.
     with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ, {"PYTHONPYCACHEPREFIX": cache}):
@@ -64,8 +67,8 @@ def _command_s(command: Sequence[str], environment: Mapping[str, str]) -> float:
 
 
 async def _processes_s(folder: Path) -> dict[str, float]:
-    """Return the CPU seconds that each process needs until it is ready: an engine, an agent, a daemon that plans, a
-    gateway and a weight peer."""
+    """Return the CPU time, in seconds, that each process needs until it is ready. The processes are an engine, an
+    agent, a daemon that plans, a gateway and a weight peer."""
     async with Stack(folder) as stack:
         engine = stack.command("engine", "engine", "simulated", "--port", "0")
         engines = {"e0": await stack.served(engine)}

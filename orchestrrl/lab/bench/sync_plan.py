@@ -1,7 +1,7 @@
-"""Measure the plans of weight syncs: the ratio of their duration to the lower bound on regular sites, and the planning
+"""Measure the plans of weight syncs: the ratio of their duration to its lower bound on regular sites, and the planning
 time.
 
-The bound ignores that circuits are integral and that chunks take time to forward. The naive plan is the best plan in
+The bound ignores that circuits are integral and that forwarding a chunk takes time. The naive plan is the best plan in
 which every receiver receives directly from a holder.
 """
 
@@ -23,7 +23,8 @@ AIM_S = 5.0  # target planning time of the largest site
 
 @dataclass(frozen=True, slots=True)
 class SyncFamily:
-    """A family of sites with engines of `tp` adjacent endpoints. Each shard is sent to one endpoint of every engine."""
+    """A family of sites whose engines have `tp` adjacent endpoints each. Each of the `shards` shards is sent to one
+    endpoint of every engine."""
 
     train: int  # PoDs
     gen: int  # PoDs
@@ -103,8 +104,8 @@ def timed(family: SyncFamily) -> tuple[SyncPlan, float]:
 
 
 def sync_plan() -> list[Figure]:
-    """Measure the family of regular sites whose plans have the highest ratio of duration to lower bound. Also compare
-    the planning time of the slowest large site with the target time."""
+    """Measure the family of regular sites whose plan has the highest ratio of duration to lower bound. Also compare the
+    longest planning time on a large site with the target."""
     plans = {family: timed(family)[0] for family in FAMILIES}
     worst = max(plans, key=lambda family: plans[family].estimate_s / plans[family].lower_bound_s)
     found = plans[worst]

@@ -1,7 +1,7 @@
-"""Measure the cost of decisions on large fleets: ticks of both loops, and a simulated step with the real control plane.
+"""Measure the cost of decisions on large fleets: ticks of the fast and the slow loop, and a simulated step with the
+real control plane.
 
-Fleets are generated from a seed: a congested fleet of any size with stragglers, and the configurations that it can be
-redeployed to.
+A congested fleet of any size, with stragglers, is generated from a seed. It can be redeployed to engines of four sizes.
 """
 
 import random
@@ -49,7 +49,8 @@ INTERVAL_S = 30.0  # until the next plan, to which a redeployment can be deferre
 
 
 def balancer_tick() -> list[Figure]:
-    """Measure how the balancer's time grows with the size of the fleet, without a limit on moves."""
+    """Measure the balancer's time on a large fleet without a limit on moves, and compare it with the time on half the
+    fleet."""
     large, half = (balanced_workers(congested(WORKERS // n, REQUESTS // n, SEED), SETTINGS) for n in (1, 2))
     theta = SETTINGS.theta
     large_s, half_s = side_by_side(lambda: decide(theta, large), lambda: decide(theta, half), repetitions=7)
@@ -59,8 +60,9 @@ def balancer_tick() -> list[Figure]:
 
 
 def fast_tick() -> list[Figure]:
-    """Measure all decisions of one tick of the fast loop, and compare their time with that of the balancer alone. Also
-    measure packing with known step times."""
+    """Measure the time of all decisions in one tick of the fast loop, and compare it with the time of the balancer
+    alone. Also measure a tick that packs requests by known step times, and compare it with a tick that spreads them by
+    load index."""
     snapshot = congested(WORKERS, REQUESTS, SEED)
     situation, most = BalanceSituation(Mode.ACT), SETTINGS.max_moves_per_tick
     workers = balanced_workers(snapshot, SETTINGS)
@@ -90,8 +92,8 @@ def fast_tick() -> list[Figure]:
 
 
 def plan_tick() -> list[Figure]:
-    """Measure one decision of the slow loop: the forecast, the candidate fleets, their step times over samples of
-    lengths, and plan admission."""
+    """Measure the time of one decision of the slow loop: the forecast, the candidate fleets, their step times over
+    samples of lengths, and plan admission."""
     config = replace(deployments(ENGINES_TO_PLAN), interval_s=INTERVAL_S)
     all_of_them, half = (congested(ENGINES_TO_PLAN, REQUESTS_TO_PLAN // n, SEED) for n in (1, 2))
 
@@ -111,7 +113,8 @@ SIM_AIM_S = 30.0
 
 
 def sim_step() -> list[Figure]:
-    """Measure a step of the size of the paper's figure 20, and compare it with a step of half that size."""
+    """Measure the CPU time of a simulated step of the size in figure 20 of the paper, and compare it with a step of
+    half that size."""
     whole, half, warm_up = (_simulation(divisor) for divisor in (1, 2, 64))
     _, half_s, whole_s = (_cpu_s(run) for run in (warm_up, half, whole))
     gpus, requests = whole.scenario.gpus, len(whole.steps[0])
@@ -138,8 +141,8 @@ def _simulation(divisor: int) -> ControlledRun:
 
 
 def congested(engines: int, requests: int, seed: int) -> Snapshot:
-    """Return a snapshot of heavy-tailed requests on unevenly loaded engines: a fifth of the engines has half of all
-    requests."""
+    """Return a snapshot of heavy-tailed requests on unevenly loaded engines. On average, a fifth of the engines has
+    half of all requests."""
     rng = random.Random(seed)
     shares = [rng.choice((4.0, 1.0, 1.0, 1.0, 1.0)) for _ in range(engines)]
     places = rng.choices(range(engines), shares, k=requests)
@@ -182,7 +185,8 @@ def congested(engines: int, requests: int, seed: int) -> Snapshot:
 
 
 def deployments(engines: int) -> PlannerConfig:
-    """Return a configuration with four sizes of engines on the same GPUs: larger engines are faster but fewer."""
+    """Return the planner's settings for the GPUs of `engines` engines of two GPUs, with engine configurations of four
+    sizes. Larger engines are faster, but fewer of them fit on the GPUs."""
     configurations = tuple(
         Configuration(
             ConfigurationId(f"tp{gpus}"),

@@ -1,7 +1,7 @@
-"""The compared paths to an engine: direct, through the gateway, and through other proxies and routers.
+"""The paths to an engine that are compared: direct, through the gateway, and through other proxies and routers.
 
-The load consists of completions. They are sent with the gateway's HTTP client for engines, and the responses are parsed
-with minimal work.
+The load consists of completion requests. They are sent with the gateway's HTTP client for engines, and the responses
+are parsed with minimal work.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ _ids = itertools.count()
 
 @asynccontextmanager
 async def started(folder: Path) -> AsyncIterator[tuple[dict[str, LabProcess], dict[str, str]]]:
-    """Start an engine and all paths in front of it. Yield the processes by the path's name (first the engine itself),
-    and the reason for each path that is not available."""
+    """Start an engine and all paths in front of it. Yield the processes by path name, beginning with the engine itself
+    for the direct path. Also yield, by path name, the reasons why other paths are not available."""
     async with Stack(folder) as stack:
         engine = await served(stack, "engine", *PLAIN_ENGINE)
         gateway = await served(stack, "gateway", *gateway_words(engine.url))
@@ -93,8 +93,8 @@ _OTHERS = {NGINX: _nginx, "vllm-router": _router("vllm-router"), "sglang-router"
 
 
 async def _answering(stack: Stack, name: str, port: int, *command: str | Path) -> LabProcess:
-    """Start a program, and return its process when it responds to a completion on the port. Raises Permanent if it does
-    not respond in time."""
+    """Start a program, and return its process when it responds to a completion request on `port`. Raises Permanent if
+    it does not respond in time."""
     process = stack.launch(LabProcess(name, command, stack.folder, one_log=True))
     process.url = f"http://127.0.0.1:{port}"
     await process.until(partial(_answers, process.url))
@@ -115,7 +115,8 @@ async def _answers(url: str) -> bool:
 
 @dataclass(slots=True)
 class TimedResponse:
-    """The size and latency of one response. Times are seconds since the request, including opening a connection."""
+    """The size and latency of one response. Times are in seconds since the request was started, including opening a
+    connection."""
 
     tokens: int
     chunks: int  # events with content; 1 for a response that is not streamed
@@ -131,15 +132,15 @@ def request(*, max_tokens: int, stream: bool) -> bytes:
 
 
 class LoadClient:
-    """Sends completions to one URL. `close` closes its connections."""
+    """Sends completion requests to one URL. `close` closes its connections."""
 
     def __init__(self, url: str, within_s: float = ANSWER_WITHIN_S) -> None:
         self._pool = ConnectionPool(url, connect_timeout_s=within_s)
         self._within_s = within_s
 
     async def send(self, body: bytes) -> TimedResponse:
-        """Send a completion and return the timed response. Raises Permanent if the response is incomplete or an error,
-        and OrchestrRLError if there is no response."""
+        """Send a completion request, and return the size and latency of the response. Raises Permanent if the response
+        is incomplete or an error, and another OrchestrRLError if there is no response."""
         started_s, first_s, text = time.perf_counter(), 0.0, bytearray()
         exchange = self._pool.exchange("/v1/completions", body, [("X-Request-Id", f"request-{next(_ids)}")])
         connection = await exchange.begin()
@@ -155,7 +156,8 @@ class LoadClient:
         return TimedResponse(text.count(TOKEN), text.count(b'data: {"id"') if streamed else 1, first_s, whole_s)
 
     async def send_in_turn(self, body: bytes, requests: int, at_once: int) -> list[TimedResponse]:
-        """Send `requests` completions, one after another on each of `at_once` connections."""
+        """Send `requests` completion requests over `at_once` connections, one after another on each connection. Raises
+        TimeoutError if they do not all complete in time."""
         left = iter(range(requests))
 
         async def run() -> list[TimedResponse]:

@@ -2,8 +2,8 @@
 
     host --tbf-- ToR --tbf-- port of a switch | bridge | port -- ToR -- host
 
-A port of a switch receives light only while the panel (patch_panel.py) joins it to another port. In addition to the
-optical fabric, a slow electrical network joins all ToRs, so that every host can always reach every other host.
+A port of a switch receives light only while the patch panel (patch_panel.py) joins it to another port. In addition to
+the optical fabric, a slow electrical network joins all ToRs, so that every host can always reach every other host.
 """
 
 from orchestrrl.lab.box.namespaces import Script
@@ -26,8 +26,8 @@ def bridge_name(port: int) -> str:
 
 
 async def build(plan: TestbedPlan) -> None:
-    """Create all namespaces and cables of a plan, with all ports dark. Raises Permanent with the output of the tool
-    that failed."""
+    """Create all namespaces and cables of a plan, with all ports dark. Raises Permanent, with the tool's output, if
+    `ip` or `tc` fails."""
     script = Script()
     for tor in plan.tors:
         _tor(script, plan, tor)
@@ -83,8 +83,8 @@ def _host(script: Script, plan: TestbedPlan, server: ServerId) -> None:
 
 
 def _port(script: Script, plan: TestbedPlan, port: Port, index: int) -> None:
-    """Create the bridge and the cable of a port. The cable of a lane is created with the lower-numbered of the lane's
-    two ports."""
+    """Create the bridge and the cable of a switch port. The cable of a lane, which joins two switch ports, is created
+    with the lower of the two ports."""
     switch, number = port
     room, name, bridge = plan.switches[switch], port_name(number), bridge_name(number)
     script.ip(room, f"link add {bridge} {_BRIDGE}")

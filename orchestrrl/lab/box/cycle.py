@@ -69,7 +69,8 @@ class TestbedTrainer:
 
 @dataclass(slots=True)
 class Cycle:
-    """Runs the stages of a cycle and records them. `bursts` contains the bursts of all stages."""
+    """Runs the stages of a cycle and records their results. `bursts` contains the start, the end and the flows of each
+    burst of traffic."""
 
     box: Testbed
     client: FabricClient
@@ -80,7 +81,7 @@ class Cycle:
 
     async def stage(self, intent: Intent) -> None:
         """Run a stage that sends no traffic while circuits change, such as generation between two deployments or a
-        weight sync before its start."""
+        weight sync before its start. Measure the stage's traffic before and after the change."""
         began_s = time.monotonic()
         before = await self._burst(intent)
         report = await self.client.announce(intent.period, intent, boundary=True)
@@ -88,7 +89,8 @@ class Cycle:
         self._note(intent, began_s, report, [before], [after])
 
     async def training(self, intent: Intent, trainer: TestbedTrainer) -> None:
-        """Run training. Circuits change in one of the trainer's pauses. The trainer is not stopped for the change."""
+        """Run training until its circuits have been used for some iterations. The circuits change in one of the
+        trainer's pauses; the trainer is not stopped for the change."""
         began_s, first, iterations = time.monotonic(), len(trainer.bursts), self.order.iterations
         within_s = ANNOUNCED_FOR * (self.order.collective_s + self.order.pause_s)
         async with beside(trainer.run()) as running_on:
@@ -160,8 +162,7 @@ class Cycle:
 
 
 async def cycle(box: Testbed, order: BoxOrder) -> dict[str, Any]:
-    """Run the cycle with an `orchestrrl agent` that reads the trainer's recorders, and return the report of the
-    cycle."""
+    """Run a cycle with an `orchestrrl agent` that reads the trainer's recorders, and return a report of its stages."""
     site, rings, training = box.site, box.folder / "rings", intents.training(box.site)
     trainer = TestbedTrainer(
         rings, intents.JOB, sorted(training.ranks), lambda: flows_between_tors(box, training), order
@@ -181,14 +182,14 @@ async def cycle(box: Testbed, order: BoxOrder) -> dict[str, Any]:
 
 
 def flows_between_tors(box: Testbed, intent: Intent) -> list[Flow]:
-    """Return a flow for each pair of hosts in the traffic matrix that have different ToRs."""
+    """Return a flow for each pair of GPUs in the intent's traffic matrix that have different ToRs."""
     senders = intents.senders(box.site, intent)
     pairs = {pair for pair in senders if box.site.tor_of(pair[0]) != box.site.tor_of(pair[1])}
     return [Flow(box.plan.nic_of(source), box.plan.nic_of(sink)) for source, sink in sorted(pairs)]
 
 
 def _mean(bursts: Sequence[Burst]) -> float | None:
-    """Return the mean rate of bursts in Mbit/s, summed over flows and without the warm-up. Return None if there are no
-    bursts."""
+    """Return the mean rate of bursts in Mbit/s, or None if there are no bursts. The rate of a burst is summed over its
+    flows and does not include the warm-up."""
     rates = [mbps(flows, since_s + WARM_UP_S, until_s) for since_s, until_s, flows in bursts]
     return sum(rates) / len(rates) if rates else None

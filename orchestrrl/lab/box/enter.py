@@ -29,7 +29,7 @@ tc -n one qdisc add dev probe root tbf rate 1mbit burst 16k limit 16k
 
 
 def lacking() -> str:
-    """Return the reason why a box cannot be created on this machine, or an empty string."""
+    """Return the reason why a box cannot be created on this machine, or an empty string if it can be created."""
     missing = [tool for tool in TOOLS if _found(tool) is None]
     if not sys.platform.startswith("linux"):
         return f"network namespaces require Linux, got {sys.platform}"
@@ -54,8 +54,8 @@ def lacking() -> str:
 
 
 def start(name: str, words: Sequence[str | Path], folder: Path) -> LabProcess:
-    """Start a Python process inside new namespaces. The process exits when its standard input is closed. Raises
-    Permanent if this machine cannot create the namespaces."""
+    """Start Python with the arguments `words` inside new namespaces. The process must call `end_with_input`, so that it
+    does not outlive this process. Raises Permanent if this machine cannot create the namespaces."""
     if why := lacking():
         raise Permanent(why)
     command = [*_prefix(), sys.executable, *words]
@@ -87,6 +87,7 @@ def _found(tool: str) -> str | None:
 
 
 def _prefix() -> list[str]:
-    """Return the `unshare` command, with a user namespace if the user is not root."""
+    """Return the `unshare` command that creates the namespaces. They include a user namespace if the user is not
+    root."""
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     return [_found("unshare") or "unshare", *user, "--net", "--mount", "--pid", "--fork", "--kill-child"]

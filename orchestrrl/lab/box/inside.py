@@ -1,8 +1,9 @@
 """The process inside the namespaces: `python -m orchestrrl.lab.box.inside ORDER`, where ORDER is a `BoxOrder` as JSON.
 
-The shows measure TCP traffic: rates by number of circuits, a transfer during changes, rerouting around a failed port,
-and detection of swapped cables. The process prints lines of JSON: the name of each show as it starts, and finally the
-results. It exits when its standard input is closed.
+The process runs the shows that the order selects. A show measures TCP traffic in one situation: different numbers of
+circuits, the cycle of an RL job, changes during a transfer, a failed port, swapped cables, or weight syncs. The process
+prints lines of JSON: the name of each show as it starts, and finally the results. It exits when its standard input is
+closed.
 """
 
 import asyncio
@@ -39,7 +40,8 @@ TRANSFER_WINDOW_BYTES = 32_768  # Linux doubles this value
 
 
 def tor_pair(box: Testbed, role: PodRole = PodRole.TRAIN) -> tuple[EndpointId, EndpointId]:
-    """Return the two ToRs with hosts, in one PoD, between which one switch can make the most circuits."""
+    """Return the two ToRs between which one switch can make the most circuits. Both ToRs have hosts and are in the same
+    PoD, which has the role `role`."""
     with_hosts = {tor for server in box.site.servers for tor in server.tors}
     tors = [tor for tor in box.site.tors if tor.id in with_hosts and box.site.pod[tor.pod].role is role]
     pairs = [(one.id, other.id) for one, other in combinations(tors, 2) if one.pod == other.pod]
@@ -68,8 +70,8 @@ def nics_at(box: Testbed, tor: EndpointId) -> list[tuple[str, str]]:
 
 
 async def rates_by_circuits(box: Testbed, order: BoxOrder) -> dict[str, Any]:
-    """Measure the rate between two ToRs for each number of circuits. The number of flows is always the maximum number
-    of circuits; each flow has its own host and is pinned to a circuit by a route."""
+    """Measure the rate between two ToRs for each number of circuits. The number of flows is the same in all
+    measurements. Each flow has its own pair of hosts and is pinned to a circuit by a route."""
     one, other = tor_pair(box)
     circuits = circuits_between(box, one, other)[: max(COUNTS)]
     sources, sinks = nics_at(box, one), nics_at(box, other)
@@ -102,9 +104,9 @@ def _interface(ends: tuple[tuple[EndpointId, str], ...], tor: EndpointId) -> str
 
 
 async def transfer_through_changes(box: Testbed, order: BoxOrder) -> dict[str, Any]:
-    """Measure one transfer between ToRs of a generation PoD while circuits change from the circuits of generation to
-    those of a weight sync and back. The receive window keeps all queues short, so that any retransmitted segment was
-    lost because of a change."""
+    """Measure one transfer between ToRs of a generation PoD while circuits change from those for generation to those
+    for a weight sync and back. The receive window keeps all queues short, so that any retransmitted segment was lost
+    because of a change."""
     one, other = tor_pair(box, PodRole.GEN)
     flow = Flow(nics_at(box, one)[0], nics_at(box, other)[0], window_bytes=TRANSFER_WINDOW_BYTES)
     delay_s = max(switch.device.reconfiguration_s for switch in box.site.switches)
@@ -137,8 +139,8 @@ async def transfer_through_changes(box: Testbed, order: BoxOrder) -> dict[str, A
 
 
 async def failed_port(box: Testbed, order: BoxOrder) -> dict[str, Any]:
-    """Fail a port that carries the traffic of a generation PoD. The daemon reroutes packets, and the next period avoids
-    the port."""
+    """Fail a port that carries the traffic of a generation PoD. Measure the rate before the failure, after the daemon
+    has rerouted the packets, and after the next period, which avoids the port."""
     one, other = tor_pair(box, PodRole.GEN)
     intent = intents.generation(box.site)
     # Enough flows that their hashes use all circuits.
@@ -181,7 +183,7 @@ async def _rate(flows: Sequence[Flow], seconds: float) -> float:
 
 
 async def _until_left_out(box: Testbed) -> None:
-    """Wait until the routes avoid a link. Raises Permanent if the wait times out."""
+    """Wait until the daemon's routes avoid at least one link. Raises Permanent if the wait times out."""
 
     async def left_out() -> bool:
         return bool((await box.fabric()).routes.left_out)
@@ -190,8 +192,8 @@ async def _until_left_out(box: Testbed) -> None:
 
 
 async def wrong_cable(box: Testbed, order: BoxOrder) -> dict[str, Any]:
-    """Swap two cables of a switch, one of which is in use, and run `orchestrrl ocs verify` without and with
-    `--walk`."""
+    """Swap two cables of a switch, one of which is in use, and later swap them back. Run `orchestrrl ocs verify` before
+    the swap, after it without and with `--walk`, and after the cables have been swapped back."""
     one, other = tor_pair(box, PodRole.GEN)
     most = circuits_between(box, one, other)[-1]
     spare = [f"port:{most.switch}:{port}" for port in most.ports]  # an unused fibre of each ToR

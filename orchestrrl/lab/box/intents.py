@@ -48,7 +48,7 @@ def weights(site: Site) -> Intent:
 
 
 def senders(site: Site, intent: Intent) -> set[tuple[GpuId, GpuId]]:
-    """Return the pairs (source, destination) of GPUs in the traffic matrix."""
+    """Return the pairs (source, destination) of GPUs in the intent's traffic matrix."""
     found: set[tuple[int, int]] = set()
     placement = RankPlacement.of(site, intent, mask_nics(site, FabricFailures()))
     for traffic in intent.traffic:

@@ -1,4 +1,5 @@
-"""Create the network namespaces inside the box, configure them by batches of `ip` and `tc` commands, and enter them."""
+"""Create the network namespaces inside the box, configure them with batches of `ip` and `tc` commands, and enter
+them."""
 
 import asyncio
 import ctypes
@@ -41,8 +42,9 @@ class Script:
         return name
 
     def cable(self, one: str, interface: str, other: str, other_interface: str, index: int) -> None:
-        """Add a veth pair. `index` is the interface index of the first end and must differ from the index of the second
-        end. Otherwise, the kernel reports link changes only after up to a second."""
+        """Add a veth pair between the namespaces `one` and `other`. `index` is the interface index of the first end and
+        must differ from the index of the second end. Otherwise, the kernel reports link changes with a delay of up to a
+        second."""
         ends = f"netns {one} index {index} type veth peer name {other_interface} netns {other}"
         self._first.append(f"link add name {interface} {ends}")
 
@@ -53,7 +55,7 @@ class Script:
         self._tc[room].append(line)
 
     async def run(self) -> None:
-        """Run all commands. Raises Permanent with the output of the tool that failed."""
+        """Run all collected commands. Raises Permanent, with the tool's output, if a command fails."""
         await batch("ip", "", self._first)
         for room in self._ip:
             within(room, _settle)
@@ -64,7 +66,8 @@ class Script:
 
 
 async def batch(tool: str, room: str, lines: Iterable[str]) -> None:
-    """Run lines with `ip` or `tc` in a namespace. Raises Permanent with the tool's output at the first failing line."""
+    """Run lines of commands with `tool`, which is `ip` or `tc`, in the namespace `room`. If `room` is empty, run them
+    in the current namespace. Raises Permanent, with the tool's output, at the first line that fails."""
     words = [tool, *(["-n", room] if room else []), "-batch", "-"]
     process = await asyncio.create_subprocess_exec(
         *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
@@ -75,8 +78,8 @@ async def batch(tool: str, room: str, lines: Iterable[str]) -> None:
 
 
 def enter(room: str) -> None:
-    """Move this thread, and the processes that it starts, into a namespace. Raises OSError if the namespace cannot be
-    entered."""
+    """Move this thread, and the processes that it starts later, into the namespace `room`. Raises OSError if the
+    namespace cannot be entered."""
     entrance = os.open(FOLDER / room, os.O_RDONLY)
     try:
         if ctypes.CDLL(None, use_errno=True).setns(entrance, CLONE_NEWNET):
@@ -97,7 +100,8 @@ def within(room: str, work: Callable[[], T]) -> T:
 
 
 def make_socket(room: str, *of: int) -> socket.socket:
-    """Return a socket inside a namespace. The socket can be used from any thread."""
+    """Return a socket inside the namespace `room`. `of` are the arguments of `socket.socket`. The socket can be used
+    from any thread."""
     return within(room, lambda: socket.socket(*of))
 
 

@@ -2,7 +2,7 @@
 
 A cross-connect carries packets in both directions when its mirrors are in place and both ports work and are plugged in.
 A ToR's fibre has a signal while light arrives from another ToR, over any number of switches. The panel applies changes
-that the emulated devices report. While mirrors move, it follows the devices' clock.
+when the emulated devices report them, and when the devices' next mirror is due to be in place.
 """
 
 import asyncio
@@ -25,7 +25,8 @@ POLL_EVERY_S = 0.5  # for changes without an event, such as a pulled fibre
 
 
 class PatchPanel:
-    """The patch panel of one box. The caller runs `run` as a task."""
+    """The patch panel of one box. The caller runs `run` as a task. `joined` contains the cross-connects that carry
+    packets."""
 
     def __init__(self, plan: TestbedPlan, glasses: Mapping[OcsId, EmulatedDevice]) -> None:
         self._glasses = glasses
@@ -50,7 +51,7 @@ class PatchPanel:
                 each.cancel()
 
     def follow(self) -> float:
-        """Apply the state of the devices to the interfaces. Return the number of seconds until the next mirror is in
+        """Apply the state of the devices to the interfaces. Return the time, in seconds, until the next mirror is in
         place or the next scheduled event is due."""
         next_s = min((min(glass.advance(), glass.moving_s()) for glass in self._glasses.values()), default=math.inf)
         joined = frozenset(pair for switch, glass in self._glasses.items() for pair in self._carrying(switch, glass))
@@ -67,7 +68,8 @@ class PatchPanel:
         return next_s
 
     def swap(self, one: Port, other: Port) -> None:
-        """Swap two cables of one switch. Raises ValueError if a port has no cable or the ports are on two switches."""
+        """Swap the cables of two ports of one switch. Raises ValueError if a port has no cable or the ports are on
+        different switches."""
         for port in (one, other):
             if port not in self._ends:
                 raise ValueError(f"port must have a cable of the site, got {port[0]}:{port[1]}")
@@ -110,7 +112,8 @@ class PatchPanel:
 
 
 def lit_ports(ends: Mapping[Port, End], joined: Iterable[PortPair]) -> frozenset[Port]:
-    """Return the switch ports whose fibre leads to a ToR and that receive light from the fibre of another ToR."""
+    """Return the switch ports whose fibre leads to a ToR and that receive light from the fibre of another ToR. `ends`
+    maps each port to the far end of its fibre. `joined` contains the cross-connects that carry light."""
     partner: dict[Port, Port] = {}
     for pair in joined:
         one, other = ((pair.switch, number) for number in pair.ports)
@@ -139,8 +142,8 @@ _ERROR = struct.Struct("=i")
 
 
 class Links:
-    """Changes the interfaces of one namespace, by index: adds them to a bridge, removes them from it, and sets them up
-    and down."""
+    """Changes interfaces of one namespace, which are identified by their index: adds them to a bridge, removes them
+    from it, and sets them up and down."""
 
     def __init__(self, room: str) -> None:
         self._namespace = room
@@ -155,8 +158,12 @@ class Links:
         self._socket.close()
 
     def set(self, index: int, *, master: int | None = None, up: bool | None = None) -> None:
-        """Add an interface to the bridge `master`, or remove it from its bridge if `master` is 0; set the interface up
-        or down. While an interface is up, the other end of its veth pair has a signal."""
+        """Add an interface to the bridge `master`, or remove it from its bridge if `master` is 0. Set the interface up
+        or down. None leaves the respective state unchanged.
+
+        While an interface is up, the other end of its veth pair has a signal. Raises Permanent if the kernel rejects
+        the change.
+        """
         self._sequence += 1
         flags, change = (0, 0) if up is None else (IFF_UP * up, IFF_UP)
         body = _LINK.pack(socket.AF_UNSPEC, 0, index, flags, change)

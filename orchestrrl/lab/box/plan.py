@@ -1,8 +1,8 @@
 """The plan of a site in a box: namespaces, addresses, and the two ends of each fibre. The functions have no side
 effects.
 
-ToR n is the namespace `t<n>` with the address 198.18.x.y and its hosts in 10.x.y.0/24. Host n is `h<n>`, switch n is
-`o<n>`. A ToR's fibres are `swp1`, `swp2`, ... in the order of the site file.
+ToR n is the namespace `t<n>` with the address 198.18.x.y, and its hosts have addresses in 10.x.y.0/24. Host n is
+`h<n>`, and switch n is `o<n>`. A ToR's fibres are `swp1`, `swp2`, ... in the order of the site file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,14 +22,14 @@ End = Interface | Port  # the far end of the fibre at a switch port
 
 
 def is_fibre(end: End) -> bool:
-    """Return whether the end is an interface of a ToR. Otherwise, it is a port of another switch, and the fibre is a
-    lane."""
+    """Return whether the far end of a fibre is an interface of a ToR. Otherwise, it is a port of another switch, and
+    the fibre is a lane."""
     return isinstance(end[1], str)
 
 
 @dataclass(frozen=True, slots=True)
 class Nic:
-    """A cable between a host and its ToR, with the names of both interfaces."""
+    """A NIC of a host with its address, and the cable to its ToR with the names of both interfaces."""
 
     interface: str
     address: str
@@ -61,16 +61,17 @@ class TestbedPlan:
         return self.hosts[server.id], self.nics[server.id][server.nic(gpu)].address
 
     def tbf(self, gbps: float) -> str:
-        """Return the tc arguments of a line that represents a line of the site with the given rate. The line's queue
-        holds packets for at most 50 ms. This is enough for TCP to fill the line, and packets still leave a circuit
-        soon."""
+        """Return the tc arguments of a line in the box that represents a line of `gbps` on the site. The line's queue
+        holds packets for 50 ms, or 30 kB if that is more. This is enough for TCP to fill the line, and packets still
+        leave a circuit soon."""
         bps = gbps * self.bps_per_gbps
         burst = max(8000, int(bps / 8 * 0.004))
         return f"tbf rate {int(bps)}bit burst {burst} limit {burst + max(30_000, int(bps / 8 * 0.05))}"
 
 
 def plan_of(site: Site, circuit_mbps: float) -> TestbedPlan:
-    """Return the plan of a site in a box. Raises ValueError if the site has too many ToRs or switches."""
+    """Return the plan of a site in a box whose circuits have the rate `circuit_mbps`. Raises ValueError if the site has
+    too many ToRs or switches, or a ToR has too many NICs."""
     if len(site.tors) > TORS or len(site.switches) > TORS:
         raise ValueError(f"a box can hold at most {TORS} ToRs, got {len(site.tors)}")
     numbers = {tor.id: n for n, tor in enumerate(site.tors, start=1)}

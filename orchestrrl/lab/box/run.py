@@ -23,14 +23,15 @@ SITE = _FILES.joinpath("site.yaml").read_text("utf-8")  # the default: two PoDs,
 
 
 def weights_site(circuit_mbps: float) -> str:
-    """Return the text of the default site file of "weights", with circuits of the given rate."""
+    """Return the text of the default site file of the show "weights", with circuits of the given rate in Mbit/s."""
     return Template(_FILES.joinpath("weights_site.yaml").read_text("utf-8")).substitute(gbps=f"{circuit_mbps / 1000:g}")
 
 
 @dataclass(frozen=True, slots=True)
 class BoxOrder:
-    """Parameters of a box. `folder` contains the site file and receives the daemon's configuration and all logs. `mbps`
-    is the rate of a circuit. `shows` is a subset of SHOWS, in the order of SHOWS."""
+    """The parameters of a box. `folder` contains the site file and receives the daemon's configuration and all logs.
+    `mbps` is the rate of a circuit in Mbit/s. `shows` is either "weights" alone or a subset of SHOWS, in the order of
+    SHOWS."""
 
     folder: str
     shows: tuple[str, ...]
@@ -50,8 +51,8 @@ class BoxOrder:
 
 
 async def run_box(order: BoxOrder, warn: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Run a box and return the results of its shows. Raises Permanent if the box cannot be created or its process
-    fails."""
+    """Run a box and return the results of its shows. `warn` is called with the name of each show as it starts. Raises
+    Permanent if the box cannot be created or its process fails."""
     words = ("-m", "orchestrrl.lab.box.inside", json.dumps(asdict(order)))
     async with enter.start("box", words, Path(order.folder)) as box:
         while True:
@@ -66,7 +67,8 @@ COLOURS = {"train": "#eaf1fa", "gen": "#edf6ec", "weight_sync": "#f3f0f8"}
 
 
 def draw_cycle(cycle: dict[str, Any], path: Path) -> None:
-    """Plot the rate between ToRs over time, with the changes of circuits, and the mean rates before and after."""
+    """Plot the rate between ToRs over time, with the changes of circuits. Also plot each stage's mean rates before and
+    after its change."""
     figure, [[line], [bars]] = axes(2, 1, width=10, height=5.6, height_ratios=(3, 2))
     stages = cycle["stages"]
     top = max((rate for _, rate in cycle["timeline"]), default=1.0) * 1.15

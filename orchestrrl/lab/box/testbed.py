@@ -32,7 +32,7 @@ TOOK_WITHIN_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class TestbedSwitch:
-    """An emulated device with its protocol, and the driver and options for the daemon's configuration."""
+    """An emulated switch with its protocol. `driver` and `options` select its driver in the daemon's configuration."""
 
     protocol: str
     emulator: Emulator
@@ -66,8 +66,8 @@ class Testbed(Stack):
         return sorted(end for end, numbers in ports.items() for number in pair.ports if number in numbers)
 
     async def connect(self, circuits: Sequence[PortPair], ups: bool = True) -> None:
-        """Connect or disconnect circuits by `orchestrrl ocs`, and wait until the panel follows. Raises Permanent if a
-        command fails or the panel does not follow in time."""
+        """Connect circuits by `orchestrrl ocs`, or disconnect them if `ups` is False, and wait until the panel follows.
+        Raises Permanent if a command fails or the panel does not follow in time."""
         for switch in sorted({pair.switch for pair in circuits}):
             facts = self.switches[switch].device.facts
             own = [each for pair in circuits if pair.switch == switch for each in device_pairs(facts, pair)]
@@ -88,8 +88,8 @@ class Testbed(Stack):
             glass.inject(DeviceFault(kind, port=side))
 
     async def pin(self, source: EndpointId, sink: EndpointId, hosts: Sequence[str], interfaces: Sequence[str]) -> None:
-        """Route packets to hosts over the interfaces in rotation, by routes that are more specific than the daemon's
-        routes."""
+        """Route packets from the ToR `source` to `hosts` below the ToR `sink` over `interfaces` in rotation. The routes
+        are more specific than the daemon's routes."""
         lines = [
             f"route replace {host}/32 via {self.plan.addresses[sink]} dev {interfaces[k % len(interfaces)]} onlink"
             for k, host in enumerate(hosts)
@@ -135,8 +135,8 @@ class Testbed(Stack):
 
 @asynccontextmanager
 async def standing(order: BoxOrder) -> AsyncIterator[Testbed]:
-    """Start a box inside the namespaces of `enter.py` and yield it. Raises InvalidOptions if a protocol is unknown or
-    its library is missing."""
+    """Start a box inside the namespaces of `enter.py`, yield it, and stop it on exit. Raises InvalidOptions if a
+    protocol is unknown or its library is missing."""
     folder = Path(order.folder)
     plan = plan_of(read_site(folder / SITE_FILE), order.mbps)
     await build(plan)

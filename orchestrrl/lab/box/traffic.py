@@ -26,8 +26,8 @@ _ports = itertools.count(FIRST_PORT)
 
 @dataclass(slots=True)
 class Flow:
-    """One TCP connection that sends at full rate. `arrivals` contains pairs of a monotonic time and the number of bytes
-    received until then."""
+    """One TCP connection that sends at full rate. Each pair in `arrivals` contains a monotonic time and the number of
+    bytes received by that time."""
 
     source: Ends
     sink: Ends
@@ -36,7 +36,8 @@ class Flow:
     retransmitted: int = 0  # segments so far
 
     async def run(self) -> None:
-        """Run the flow until it is cancelled or all data sent has arrived. Raises Permanent if the connection fails."""
+        """Run the flow until it is cancelled or the connection ends. Raises Permanent if the connection cannot be
+        established."""
         loop, port = asyncio.get_running_loop(), next(_ports)
         with (
             make_socket(self.sink[0], socket.AF_INET, socket.SOCK_STREAM) as door,
@@ -97,7 +98,8 @@ class Flow:
 
 @asynccontextmanager
 async def running(flows: Sequence[Flow]) -> AsyncIterator[None]:
-    """Run flows while the body of the `async with` statement runs. Raises the exception of a flow that failed."""
+    """Run flows while the body of the `async with` statement runs. Raises the exception of a flow that fails in that
+    time."""
     tasks = [asyncio.ensure_future(flow.run()) for flow in flows]
     try:
         yield
@@ -111,7 +113,7 @@ async def running(flows: Sequence[Flow]) -> AsyncIterator[None]:
 
 
 def mbps(flows: Sequence[Flow], since_s: float, until_s: float) -> float:
-    """Return the total rate of all flows in Mbit/s over an interval."""
+    """Return the total rate of all flows between `since_s` and `until_s`, in Mbit/s."""
     return sum(flow.bytes_at(until_s) - flow.bytes_at(since_s) for flow in flows) * 8e-6 / (until_s - since_s)
 
 

@@ -1,8 +1,8 @@
 """Run weight syncs in a box: send real bytes from training hosts to generation hosts, over circuits set for the sync.
 
 Three methods are compared in rotation: a tree planned for the available circuits, direct transfers from the holders to
-every receiver, and the two-stage scheme. Each host is a process in its own network namespace with the product's carrier
-and transport. Each method uses the circuits that the daemon sets for its edges, and its own files.
+every receiver, and the two-stage scheme. Each host is a process in its own network namespace with OrchestrRL's carrier
+and transport. Each method has its own files, and uses the circuits that the daemon sets for its edges.
 """
 
 import asyncio
@@ -54,8 +54,8 @@ Stages = tuple[tuple[CarryEdge, ...], ...]  # a stage starts when all edges of t
 
 @asynccontextmanager
 async def _hosts(box: Testbed, transport: str, python: str) -> AsyncIterator[tuple[list[Peer], LabProcess]]:
-    """Yield one peer per server of the site, at the NIC of the server's first GPU, and the carrier process of all
-    peers."""
+    """Yield one peer per server of the site, with the address of the NIC of the server's first GPU. Also yield the
+    process that runs the carriers of all peers."""
     servers = {PeerId(str(server.id)): server for server in sorted(box.site.servers, key=lambda server: str(server.id))}
     # A NIC (namespace, address) becomes [peer, address, namespace].
     places = [[id, *reversed(box.plan.nic_of(server.gpus[0]))] for id, server in servers.items()]
@@ -71,8 +71,8 @@ async def _hosts(box: Testbed, transport: str, python: str) -> AsyncIterator[tup
 
 
 def publications(trainers: Sequence[PeerId], size: int) -> list[Publication]:
-    """Return one publication per trainer rank, for `size` bytes of tensors in total. All ranks hold the same number of
-    rows, up to rounding."""
+    """Return one publication per trainer rank. The tensors have about `size` bytes in total, and all ranks hold the
+    same number of rows, up to rounding."""
     rows = max(len(trainers), round(size / (TENSORS * ROW_BYTES)))
     tensors = tuple(TensorMeta(f"layers.{k}.weight", "U8", (rows, ROW_BYTES)) for k in range(TENSORS))
     found = []
@@ -119,8 +119,8 @@ class _Show:
         self._rows: list[dict[str, Any]] = []
 
     async def _open(self) -> None:
-        """Make the holders create files with the data, and all other peers create empty files. Data that was received
-        before is deleted."""
+        """Order the holders to create files that contain their shards, and all other peers to create empty files. Data
+        that was received before is deleted."""
         held: dict[PeerId, list[str]] = {id: [] for id in self._peers}
         for shard, holder in self._planned.summed_by.items():
             held[holder].append(shard)
@@ -192,8 +192,8 @@ class _Show:
         }
 
     async def _prepared(self, way: str) -> tuple[Stages, dict[str, Any]]:
-        """Set up the circuits that a method requests. Return the method's edges by stage, and the report of the
-        circuits. A tree is planned again for the circuits that were set up."""
+        """Set up the circuits that the method `way` requests. Return the method's edges by stage, and a report on the
+        circuit change. A tree is planned again for the circuits that were set up."""
         if way == "tree":
             circuits = await self._circuits((self._planned.edges,))
             self._planned = self._plan()
@@ -207,9 +207,9 @@ class _Show:
         return (self._edges("x", [(shard, holders[shard.id], other) for shard in shards for other in self._receivers]),)
 
     def _two_stage(self) -> Stages:
-        """Return the stages of edges of the scheme in the paper's figure 4: the training hosts send everything once to
-        the first replica of each PoD; this replica then broadcasts inside the PoD. The broadcast is a pipelined chain,
-        ToR by ToR, as in collective libraries."""
+        """Return the edges of the scheme in figure 4 of the paper, by stage. The training hosts send everything once to
+        the first replica of each PoD. This replica then broadcasts inside the PoD, by a pipelined chain, ToR by ToR, as
+        in collective libraries."""
         chains = [list(pod) for _, pod in groupby(self._receivers, key=lambda id: self._stations[id].pod)]
         shards, holders = self._planned.map.shards, self._planned.summed_by
         across = [(shard, holders[shard.id], chain[0]) for shard in shards for chain in chains]
@@ -217,7 +217,8 @@ class _Show:
         return self._edges("x", across), self._edges("y", along)
 
     def _edges(self, letter: str, hops: Iterable[tuple[ShardMap, PeerId, PeerId]]) -> tuple[CarryEdge, ...]:
-        """Return an edge for a whole shard on each hop. `letter` is the prefix of the edges' ids."""
+        """Return one edge for each hop (shard, source, destination), which carries the whole shard. `letter` is the
+        prefix of the edges' ids."""
         made = []
         for number, (shard, src, dst) in enumerate(hops):
             (transport, address), *_ = self._peers[dst].transports.items()
@@ -227,12 +228,13 @@ class _Show:
         return tuple(made)
 
     def _crosses(self, src: PeerId, dst: PeerId) -> bool:
-        """Return whether an edge leads from one PoD into another."""
+        """Return whether an edge from `src` to `dst` leads from one PoD into another."""
         return self._stations[src].pod != self._stations[dst].pod
 
     async def _circuits(self, stages: Stages) -> dict[str, Any]:
-        """Announce the circuits of generation, then the circuits of the stages, as the daemon does for a sync, while
-        there is no traffic."""
+        """Announce the intent of generation, then the intent of the stages' edges, as the daemon does for a sync. No
+        traffic is sent meanwhile. Return the number of moves and the duration, in seconds, of the second change of
+        circuits."""
         await self._committed(intents.generation(self._box.site))
         intent, _ = intent_of([edge for stage in stages for edge in stage], self._box.site, self._peers)
         report = await self._committed(intent)
@@ -250,7 +252,8 @@ class _Show:
         return report
 
     def _network(self) -> SyncNetwork:
-        """Return the network of the box for planning, with rates reduced to the TCP payload."""
+        """Return the network of the box for planning, with all rates reduced to the measured share of TCP payload. If
+        no circuits are set up, the network has all possible circuits."""
         plan, share = self._box.plan, self._gbps(1.0) * self._payload
         site = replace(plan.site, link_gbps=plan.site.link_gbps * share, nic_gbps=plan.site.nic_gbps * share)
         stations = {id: station_of(peer, site) for id, peer in self._peers.items()}
@@ -265,8 +268,8 @@ class _Show:
         return plan_sync(VERSION, self._publications, self._peers.values(), self._network(), settings)
 
     async def _carried(self, stage: Sequence[CarryEdge]) -> float:
-        """Carry out a stage of edges, and return the arrival time of the last byte, as reported by its receiver. Raises
-        Permanent if an edge fails."""
+        """Carry out a stage of edges. Return the Unix time at which the last byte arrived, as reported by its receiver.
+        Raises Permanent if an edge fails."""
         own: dict[PeerId, list[CarryEdge]] = {}
         for edge in stage:
             own.setdefault(edge.src, []).append(edge)
@@ -285,8 +288,8 @@ class _Show:
         return sum(each["sha256"] == self._sha256 and not each["missing"] for each in sums.values())
 
     def _boundary_bytes(self) -> int:
-        """Return the number of bytes (including headers) that the core has sent into generation PoDs, from the port
-        counters."""
+        """Return the number of bytes, including headers, that the core has sent into generation PoDs so far. It is read
+        from the counters of the core's ports."""
         site, carried = self._box.site, 0
         for switch in site.core_switches:
             counts = _sent_bytes(self._box.plan.switches[switch.id])
@@ -296,12 +299,12 @@ class _Show:
         return carried
 
     def _gbps(self, gbps: float) -> float:
-        """Return the rate in the box, in Gbps, that represents a rate of the site."""
+        """Return the rate in the box, in Gbps, that represents the rate `gbps` of the site."""
         return gbps * self._box.plan.bps_per_gbps * 1e-9
 
 
 def _sent_bytes(room: str) -> dict[str, int]:
-    """Return the number of bytes sent by each interface of a namespace."""
+    """Return the number of bytes that each interface of the namespace `room` has sent, by interface name."""
     _, _, *lines = within(room, Path("/proc/thread-self/net/dev").read_text).splitlines()
     rows = (line.partition(":") for line in lines)
     return {name.strip(): int(counts.split()[8]) for name, _, counts in rows}

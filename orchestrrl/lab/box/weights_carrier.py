@@ -1,10 +1,13 @@
 """The carrier processes of a box's hosts: `python -m orchestrrl.lab.box.weights_carrier TRANSPORT HOSTS`.
 
-HOSTS is JSON: `[[PEER, ADDRESS, NAMESPACE], ...]`. Each host is a rank that enters its network namespace and carries
-out orders with the product's carrier and transport. The first line of output contains the address of each peer. Each
-line of standard input contains orders for some peers, `{PEER: ORDER, ...}`. When all these orders are done, the
-response is a line `{PEER: RESPONSE, ...}`. Orders: `{"open": VERSION_MAP, "holds": [SHARD, ...]}`, `{"carry": ORDER}`,
-`{"sum": true}`.
+HOSTS is JSON: `[[PEER, ADDRESS, NAMESPACE], ...]`. Each host is a forked process that enters its network namespace and
+carries out orders with OrchestrRL's carrier and transport. The first line of output contains the address of each peer.
+Each line of standard input contains orders for some peers, `{PEER: ORDER, ...}`. When all these orders are done, the
+response is a line `{PEER: RESPONSE, ...}`. The orders are:
+
+    {"open": VERSION_MAP, "holds": [SHARD, ...]}
+    {"carry": EDGES}
+    {"sum": true}
 """
 
 import hashlib
@@ -36,8 +39,8 @@ CARRY: TypeAdapter[CarryEdges] = TypeAdapter(CarryEdges)
 
 
 def opened(folder: Path, map: VersionMap, holds: Collection[str]) -> StagedVersion:
-    """Create the files of a version. The shards in `holds` are filled with data. Files of an earlier version are
-    deleted."""
+    """Create the files of the version `map` in `folder`, and fill the shards in `holds` with data. Files of an earlier
+    version are deleted."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     staged = StagedVersion(folder, OpenVersion(map))
@@ -49,7 +52,7 @@ def opened(folder: Path, map: VersionMap, holds: Collection[str]) -> StagedVersi
 
 
 def sha256_of(folder: Path) -> str:
-    """Return the SHA-256 of a version's file."""
+    """Return the SHA-256 of the model file in a version's folder, in hexadecimal."""
     with (folder / MODEL_FILE).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

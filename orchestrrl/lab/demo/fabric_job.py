@@ -58,8 +58,8 @@ class Stamps:
 
 
 class JobRank:
-    """One rank of a job. The EP groups are the two halves of the job, one per PoD; a DP group has one rank of each
-    half."""
+    """One rank of a job. The EP groups are the two halves of the job, one per PoD. Each DP group consists of one rank
+    of each half."""
 
     def __init__(self, order: "JobOrder", recorder: ModuleType | None, stamps: Stamps) -> None:
         self._rank, half = dist.get_rank(), order.ranks // 2
@@ -129,7 +129,9 @@ class JobRank:
 
 @dataclass(frozen=True, slots=True)
 class JobOrder:
-    """The parameters of a job. `start` is its name."""
+    """The order to start a training job. `start` is the job's name, and `window_s` is the length of each pause in
+    seconds. `store` is the file in which torch.distributed's ranks find each other. `rings` is the folder of the rings,
+    or None if the job is not recorded. `stamps` is the file of the pauses' start times."""
 
     start: str
     ranks: int
@@ -140,7 +142,8 @@ class JobOrder:
 
 
 def run_rank(order: JobOrder, rank: int, line: Connection) -> None:
-    """Run iterations in a forked process. Returns when it receives None or the other end of the pipe is closed."""
+    """Run one rank of a job in a forked process. Each number received from `line` is a number of iterations to run.
+    Return when None is received or the other end of `line` is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent process ends the job
     torch.set_num_threads(1)
     recorder: ModuleType | None = None

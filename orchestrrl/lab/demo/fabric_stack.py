@@ -1,8 +1,8 @@
 """The processes of the fabric demo: a daemon with a small site, its switches in a separate process, an agent that reads
 the rings on this machine, and the jobs of fabric_job.py.
 
-Afterwards, the daemon reports the outcome of each period, the switches report the commands that they received and when,
-and the recorders of the job's ranks report when collectives were in flight.
+Afterwards, the daemon reports the outcome of each period, the switches report when they received commands, and the
+recorders of the job's ranks report when collectives were in flight.
 """
 
 import json
@@ -57,8 +57,8 @@ class CommitRecord:
 
 class RecordedTraffic:
     """The recorded events of every rank, and the quiet intervals during which no rank has a collective in flight. The
-    intervals are disjoint and ascending, in seconds of the host's monotonic clock; the first and the last interval are
-    unbounded."""
+    intervals are disjoint and ascending. Their ends are times of the host's monotonic clock in seconds; the first and
+    the last interval are unbounded."""
 
     def __init__(self, traces: Mapping[int, Sequence[RingEvent]]) -> None:
         """Compute the quiet intervals. A collective that has not ended is treated as in flight forever."""
@@ -68,20 +68,20 @@ class RecordedTraffic:
         self._quiet = common_quiet([[(-inf, -inf), *busy, (inf, inf)]])
 
     def during(self, start_s: float, end_s: float) -> float:
-        """Return the number of seconds of an interval during which a collective was in flight."""
+        """Return for how many seconds between `start_s` and `end_s` a collective was in flight."""
         quiet_s = (min(until_s, end_s) - max(since_s, start_s) for since_s, until_s in self._quiet)
         return end_s - start_s - sum(each_s for each_s in quiet_s if each_s > 0)
 
     def quiet_around(self, at_s: float) -> Interval | None:
-        """Return the pause between two collectives that contains `at_s`, or None if a collective is in flight at that
-        time."""
+        """Return the pause between two collectives that contains `at_s`. Return None if a collective is in flight at
+        that time, or if the time is before the first or after the last collective."""
         return next((pause for pause in self._quiet[1:-1] if pause[0] <= at_s < pause[1]), None)
 
 
 @dataclass(frozen=True, slots=True)
 class PeriodOutcomes:
-    """The fabric's status with its last periods, the commits of these periods in chronological order, and the traffic
-    of the running jobs. `set_s` contains the times at which the mirrors of any switch were commanded to move."""
+    """The fabric's status with its last periods, the commits of these periods in chronological order, and the recorded
+    traffic of the jobs. `set_s` contains the times at which the mirrors of any switch were commanded to move."""
 
     status: fabric_pb2.FabricStatus
     commits: Sequence[CommitRecord]
@@ -104,8 +104,8 @@ class FabricDemoStack(Stack):
         return self.folder / "rings"
 
     async def start_job(self, name: str, window_s: float, *, recorded: bool = True) -> Path:
-        """Start a job and return the file to which it writes the start times of its pauses. For a recorded job, wait
-        until the daemon reports all ranks of the job, because earlier announcements may be lost."""
+        """Start a job and return the path of the file to which it writes the start times of its pauses. For a recorded
+        job, wait until the daemon reports all ranks of the job, because earlier announcements may be lost."""
         stamps = self.folder / f"{name}.stamps"
         stamps.write_bytes(bytes(2 * RANKS * WORD_BYTES))
         files = {"store": str(self.folder / f"{name}.store"), "stamps": str(stamps)}
@@ -121,7 +121,7 @@ class FabricDemoStack(Stack):
         return stamps
 
     async def turn(self, job: str, iterations: int) -> list[float]:
-        """Run iterations of a job, and return the seconds that each iteration took on its slowest rank."""
+        """Run iterations of a job. Return the duration of each iteration on its slowest rank, in seconds."""
         taken_s: list[float] = await self.job_request(turn=job, iterations=iterations)
         return taken_s
 
@@ -208,7 +208,7 @@ async def fabric_demo(folder: Path, *, device_s: float, within_s: float = 10.0) 
 
 def _site(device_s: float) -> Site:
     """Return a site of two training PoDs with four servers of one GPU each. Every server has its own ToR with two
-    uplink ports, and an uplink has four lanes."""
+    fibres, and every PoD has four lanes to the core."""
     device = SwitchModel("shown", device_s, PORTS)
     return regular_site(
         SiteShape(

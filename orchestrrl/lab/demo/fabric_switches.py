@@ -2,8 +2,8 @@
 OPTIONS ID ...`.
 
 OPTIONS are the options of the driver `virtual` as JSON. The process prints a line of JSON with the port at which each
-switch serves `OcsDriver`. For each line of standard input, it prints a line with the commands received so far. It exits
-when its standard input is closed.
+switch serves `OcsDriver`. For each line of standard input, it prints a line with the times at which each switch has
+received commands and has begun to move mirrors. It exits when its standard input is closed.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from orchestrrl.rpc.ocs_server import serve_driver
 
 
 class NotingSwitch(VirtualSwitch):
-    """A virtual switch that records the times (Unix time) at which it receives changes and at which its mirrors start
-    to move."""
+    """A virtual switch that records the Unix times at which it receives changes and at which its mirrors start to
+    move."""
 
     def __init__(self, device: str, **options: Any) -> None:
         super().__init__(device, **options)

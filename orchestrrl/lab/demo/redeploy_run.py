@@ -30,7 +30,7 @@ LOOK_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class FlightSnapshot:
-    """The requests in flight as listed by the daemon at one wall-clock time."""
+    """The requests in flight that the daemon lists at the Unix time `at_s`."""
 
     at_s: float
     engine_of: Mapping[str, str]  # request -> engine; an empty name means that the gateway holds it
@@ -39,8 +39,8 @@ class FlightSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """The resumption of the requests that the gateway held during a redeployment. Times are wall-clock seconds between
-    the admission of requests to the new engines and a request's first new token."""
+    """The resumption of the requests that the gateway held during a redeployment. Each time is measured in wall-clock
+    seconds, from the admission of requests to the new engines to a request's first new token."""
 
     requests: int
     context_tokens: int  # recomputed tokens of all requests
@@ -60,13 +60,13 @@ class ObservedRedeployment:
 
     @property
     def redeploying_s(self) -> float:
-        """The number of seconds from the fence until requests were sent to the new engines."""
+        """The time, in wall-clock seconds, from the fence until requests were sent to the new engines."""
         closed_s = self.report["closed_s"]
         return 0.0 if closed_s is None else float(closed_s)
 
     @property
     def total_s(self) -> float:
-        """The number of seconds from the fence until the last held request continued."""
+        """The time, in wall-clock seconds, from the fence until the last held request continued."""
         return self.redeploying_s + (self.resumption.last_s if self.resumption else 0.0)
 
     @property
@@ -76,8 +76,9 @@ class ObservedRedeployment:
 
 @dataclass(slots=True, kw_only=True)
 class RedeploySeed(ComparedStep):
-    """The step of one seed, run with the planner pinned (the baseline) and free. The times of the two step records are
-    in engine seconds; all other fields describe the free run, in wall-clock seconds."""
+    """The step of one seed, run once with the planner pinned (the baseline) and once with the planner free. The times
+    in the two step records are in engine seconds. The fields of this class describe the free run, in wall-clock
+    seconds."""
 
     began_s: float
     snapshots: list[FlightSnapshot]
@@ -93,7 +94,8 @@ RedeployDemo = ComparedDemo[RedeploySeed]
 async def run_redeploy_demo(
     scenario: DemoScenario, seeds: Sequence[int], out_dir: Path, report: Report
 ) -> RedeployDemo:
-    """Run every seed twice: first with the planner pinned, then with the planner released when the step has started."""
+    """Run the step of every seed twice: first with the planner pinned, then with a planner that is released once the
+    step has started."""
     report("starting OrchestrRL and the engines", 0, 0)
     outcomes = []
     async with redeploy_stack(scenario, out_dir) as stack:
@@ -132,7 +134,8 @@ async def _run(
     label: str,
     begun: Callable[[], Awaitable[None]] | None = None,
 ) -> tuple[DemoStepRecord, float, list[FlightSnapshot]]:
-    """Run the step. Return its record, its start time as Unix time, and snapshots of the requests in flight."""
+    """Run the step. Return its record, its start time as Unix time, and snapshots of the requests in flight. `begun` is
+    called when the step has started."""
     control = stack.control
     urls = [worker.url for worker in (await stack.status()).workers]
     looks: list[FlightSnapshot] = []

@@ -40,7 +40,7 @@ class RedeployStack(Stack):
     control: ControlClient
 
     async def begin_with(self, configuration: str, reason: str) -> None:
-        """Redeploy the fleet to a configuration and wait until it is ready for a step. Raises Permanent if the
+        """Redeploy the fleet to a configuration and wait until the fleet is ready for a step. Raises Permanent if the
         redeployment fails."""
         status = await self.status()
         if {worker.configuration for worker in status.workers} != {configuration}:
@@ -90,8 +90,8 @@ async def _end_engines(config_path: Path) -> None:
 
 
 def modelled_switch_s(deployment: DeploymentSection, name: str) -> float:
-    """Return the duration of a switch to a configuration in engine seconds, from the profile. Half of it is the time in
-    which the replaced engines go to sleep. The other half is the time in which the new engines wake up."""
+    """Return the duration, in engine seconds, that the profile states for a redeployment to the configuration `name`.
+    In the first half, the replaced engines go to sleep. In the second half, the new engines wake up."""
     return _straight(deployment)[name].switch_s
 
 
@@ -100,8 +100,8 @@ def _straight(deployment: DeploymentSection) -> dict[str, Configuration]:
 
 
 def _daemon_config(scenario: DemoScenario, deployment: DeploymentSection, folder: Path) -> dict[str, Any]:
-    """Return the daemon's configuration in wall-clock seconds. Engines run faster than real time by the scenario's
-    `speed`."""
+    """Return the daemon's configuration, with times in wall-clock seconds. The scenario's `speed` is the factor by
+    which engines run faster than real time."""
     speed = scenario.speed
     asleep_s = modelled_switch_s(deployment, deployment.standby) / 2 / speed
     options = {"lengths": write_lengths(scenario, folder), "tick_s": scenario.tick_s, "sleep_s": asleep_s}
@@ -135,15 +135,16 @@ def _daemon_config(scenario: DemoScenario, deployment: DeploymentSection, folder
 
 @dataclass(frozen=True, slots=True)
 class ObservedFabric:
-    """The circuits on the switches, by PoD (empty for the core) and pair of endpoints, and the daemon's reports of
-    periods, newest first."""
+    """The state of the optical fabric at one time. `circuits` is the number of circuits on the switches, by PoD (empty
+    for the core) and pair of endpoints. `periods` are the daemon's reports of periods, newest first."""
 
     circuits: Mapping[tuple[str, str, str], int]
     periods: Sequence[Mapping[str, Any]]
 
 
 def _write_fabric(deployment: DeploymentSection, out_dir: Path) -> dict[str, Any]:
-    """Write the site file and return the fabric's sections of the daemon's configuration."""
+    """Write the site file. Return the sections of the daemon's configuration that describe the fabric and its
+    switches."""
     site, fabric = site_of(deployment), deployment.fabric
     (out_dir / SITE_FILE).write_text(site_text(site), encoding="utf-8")
     options = {"connectivity": "any_to_any", "ports": SWITCH_PORTS, "reconfiguration_s": fabric.device_s}
@@ -155,7 +156,8 @@ def _write_fabric(deployment: DeploymentSection, out_dir: Path) -> dict[str, Any
 
 
 def site_of(deployment: DeploymentSection) -> Site:
-    """Return a site of one training and one generation PoD. Each ToR has a lane to the core reserved for responses."""
+    """Return the site of a deployment, with one training and one generation PoD. The generation PoD reserves one lane
+    to the core per ToR for responses."""
     fabric = deployment.fabric
     servers = deployment.gpus // fabric.gpus_per_server
     device = SwitchModel("shown", fabric.device_s, SWITCH_PORTS)

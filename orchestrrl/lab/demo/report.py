@@ -54,7 +54,7 @@ def as_json(demo: DemoOutcome) -> dict[str, Any]:
 
 
 def sync_json(synced: SyncOutcome) -> dict[str, Any]:
-    """Return the report of a weight sync. Times are wall-clock seconds."""
+    """Return the report of a weight sync. Times are in wall-clock seconds."""
     took = synced.profile
     return {
         "version": took.report.version,
@@ -80,7 +80,8 @@ def sync_json(synced: SyncOutcome) -> dict[str, Any]:
 
 
 def draw(demo: DemoOutcome, path: Path) -> None:
-    """Plot the requests in flight over time in both runs, with one panel per seed (figure 11 of the paper)."""
+    """Plot the requests in flight over time, without and with OrchestrRL, in one panel per seed. The plot resembles
+    figure 11 of the paper."""
     count = len(demo.seeds)
     figure, [panels] = axes(1, count, width=1.2 + 3.1 * count, height=3.4, sharey=True)
     for axis, outcome in zip(panels, demo.seeds, strict=True):
@@ -95,7 +96,8 @@ def draw(demo: DemoOutcome, path: Path) -> None:
 
 
 def draw_remaining(axis: "Axes", arms: Mapping[str, DemoStepRecord], total: int) -> None:
-    """Plot the requests in flight over time, and the end time, of two runs. The first run is the baseline."""
+    """Plot the requests in flight over time for two runs of `total` requests each, and mark the end of each run. The
+    first run is the baseline."""
     for (label, record), colour in zip(arms.items(), ("#888888", "#1f77b4"), strict=True):
         points = countdown(sorted(record.finish_s.values()), total - len(record.finish_s))
         axis.step(*zip(*points, strict=True), where="post", label=label, color=colour)
@@ -113,8 +115,8 @@ PAPER = {"at_s": 272.0, "total_s": 7.5, "redeploying_s": 1.5, "kv_recompute_s": 
 
 
 def redeploy_json(demo: RedeployDemo) -> dict[str, Any]:
-    """Return the report of the redeployment demo. Times are in engine seconds, comparable with the paper's, except
-    fields named wall_s and times inside the daemon's reports and plans, which are in wall-clock seconds."""
+    """Return the report of the redeployment demo. Times are in engine seconds, as in the paper. Fields whose name ends
+    in `wall_s`, and times in the daemon's reports and plans, are in wall-clock seconds instead."""
     speed = demo.scenario.speed
     return {
         "requests": len(demo.seeds[0].samples),
@@ -182,8 +184,8 @@ def at_s(redeployed: ObservedRedeployment, outcome: RedeploySeed, speed: float) 
 
 
 def draw_redeployment(demo: RedeployDemo, path: Path) -> None:
-    """Plot two panels: the requests in flight in both runs (top), and the requests per GPU and engine in the run with
-    redeployments (bottom)."""
+    """Plot two panels per seed: the requests in flight in both runs (top), and the requests per GPU of each engine in
+    the run with redeployments (bottom)."""
     count, speed = len(demo.seeds), demo.scenario.speed
     figure, panels = axes(2, count, width=1.6 + 5.4 * count, height=5.6)
     for column, outcome in enumerate(demo.seeds):

@@ -26,8 +26,8 @@ ALL_ENTRIES = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class MethodMark:
-    """The predicted and actual times of moves by one method, for requests with context that moved by the predicted
-    method and continued. Times are medians in engine seconds."""
+    """The predicted and actual times of the moves by one method, as medians in engine seconds. Only requests that had
+    context, were moved by the predicted method and continued are counted."""
 
     method: str
     moves: int
@@ -86,8 +86,8 @@ class DemoOutcome(ComparedDemo[SeedOutcome]):
 
     @property
     def limit(self) -> tuple[float, int, int] | None:
-        """The largest fraction of a step that the step's longest response would take alone on an engine, with that
-        response's number of tokens and seed. It is None if there is no oracle."""
+        """The largest fraction, over all seeds, of a step's makespan that the longest response would take alone on an
+        engine, followed by the response's number of tokens and the seed. It is None if there is no oracle."""
         return max(
             (
                 (outcome.oracle.lower_bound_s / outcome.shown.makespan_s, outcome.oracle.longest_tokens, outcome.seed)
@@ -101,8 +101,8 @@ class DemoOutcome(ComparedDemo[SeedOutcome]):
 async def run_demo(
     scenario: DemoScenario, engine: str, seeds: Sequence[int], out_dir: Path, report: Report
 ) -> DemoOutcome:
-    """Run every seed without OrchestrRL, then start OrchestrRL for the same engines and run every seed again, then sync
-    new weights if the scenario has any."""
+    """Run the step of every seed without OrchestrRL, and then with OrchestrRL on the same engines. Finally, sync new
+    weights if the scenario has any."""
     async with _fleet(scenario, engine, out_dir, report) as (fleet, engines):
         outcomes = []
         for seed in seeds:
@@ -165,8 +165,8 @@ def _oracle(scenario: DemoScenario, step: Sequence[Sample]) -> OracleMark:
 
 
 async def marks_by_method(control: ControlClient, speed: float) -> list[MethodMark]:
-    """Return a mark for each method of the moves in the daemon's journal. `speed` is engine seconds per wall-clock
-    second."""
+    """Return one mark for each method by which the moves in the daemon's journal were made. `speed` is the number of
+    engine seconds per wall-clock second."""
     wanted = control_pb2.WatchJournalRequest(
         tail=ALL_ENTRIES, kinds=[EntryKind.OPERATION_INTENT, EntryKind.OPERATION_RESULT]
     )
@@ -187,7 +187,7 @@ async def marks_by_method(control: ControlClient, speed: float) -> list[MethodMa
 
 
 def _mark(method: MoveMethod, moved: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], speed: float) -> MethodMark:
-    """Return the medians of one method. `moved` contains pairs of a move's order and its result."""
+    """Return the medians over the moves by one method. `moved` contains pairs of a move's order and its result."""
     predicted_s, other_s = (speed * median(order[name] for order, _ in moved) for name in ("predicted_s", "other_s"))
     actual_s = speed * median(item["duration_s"] for _, item in moved)
     context_tokens = median(item["loaded_tokens"] + item["recomputed_tokens"] for _, item in moved)

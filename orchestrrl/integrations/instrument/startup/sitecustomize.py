@@ -1,7 +1,8 @@
 """Enable the recorder at Python startup if ORCHESTRRL_RECORDER is set. Python runs this file if its folder is on
 PYTHONPATH.
 
-It also runs the `sitecustomize` that it shadows. Errors in this file do not prevent a program from starting.
+The file also runs the other `sitecustomize` module that it shadows. Errors in this file do not prevent a program from
+starting.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Compute byte positions: tensors in a safetensors file, and the byte runs of a shard in such files.
+"""Compute the byte positions of tensors in a safetensors file, and the byte runs of a shard in these files.
 
 A shard is a sequence of tensor boxes in row-major order. In a file, a box is a set of rows at a fixed stride. If a file
 has only a part of a box, the rows of that part are also at a fixed stride in the shard. A shard is described by runs of
@@ -32,7 +32,8 @@ MOST_GROUPS = 1 << 22  # groups of rows in one shard; its description in memory 
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """The layout of a safetensors file of whole tensors, sorted by name."""
+    """The layout of a safetensors file of whole tensors, sorted by name. `header` is the start of the file up to the
+    first tensor, and `bytes` is the size of the file."""
 
     tensors: tuple[TensorMeta, ...]
     header: bytes
@@ -76,8 +77,8 @@ def read_layout(path: Path) -> FileLayout:
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file that has bytes of shards, identified by its index in a list of files. `boxes` has the filled boxes of its
-    tensors; None means that all tensors are complete."""
+    """A file that has bytes of shards. `file` is its index in a list of files. `places` has the offset of each tensor
+    in the file. `boxes` has the filled boxes of each tensor; None means that all tensors are complete."""
 
     file: int
     places: Mapping[str, int]
@@ -85,8 +86,9 @@ class SourceFile:
 
 
 class ByteRun(NamedTuple):
-    """A run of `times` rows of `length` bytes each. In the file, the first row begins at `start`, and rows are `stride`
-    bytes apart. In the requested range, the first row begins at `at`, and rows are `period` bytes apart."""
+    """A run of `times` rows of `length` bytes each. `file` is the index of the file. In the file, the first row begins
+    at `start`, and rows are `stride` bytes apart. In the requested range, the first row begins at `at`, and rows are
+    `period` bytes apart."""
 
     at: int
     file: int
@@ -126,12 +128,13 @@ class ShardRuns:
         self._before = np.maximum.accumulate(self._end)
 
     def single(self, offset: int, size: int) -> tuple[int, int] | None:
-        """Return (file index, offset in the file) if the range is contiguous in one file, else None."""
+        """Return the file index and the offset in that file if the range of the shard is contiguous in one file, else
+        None."""
         found = list(itertools.islice(self.pieces(offset, size), 2))
         return (found[0].file, found[0].start) if len(found) == 1 and found[0].times == 1 else None
 
     def pieces(self, offset: int, size: int) -> Iterator[ByteRun]:
-        """Yield the runs of a range of the shard, in unspecified order."""
+        """Yield the runs of a range of the shard, in unspecified order. `at` of each run is relative to `offset`."""
         low, high = self._before.searchsorted(offset, "right"), self._at.searchsorted(offset + size)
         for run in self._runs[low:high][self._end[low:high] > offset].tolist():
             yield from ByteRun(*run).clipped(offset, offset + size)
@@ -173,7 +176,7 @@ def _both_sides(files: Sequence[Bytes], runs: Iterator[ByteRun], wire: Bytes) ->
 
 def locate(shard: ShardMap, tensors: Mapping[str, TensorMeta], sources: Sequence[SourceFile]) -> ShardRuns:
     """Return the runs of a shard in its source files. Each byte is taken from the first source that has it. Raises
-    ValueError if no source has a byte."""
+    ValueError if a byte is in none of the sources."""
     runs: list[ByteRun] = []
     for piece in shard.slices:
         tensor = tensors[piece.parameter]
@@ -205,7 +208,7 @@ def _without(box: Box, hole: Box) -> Iterator[Box]:
 
 
 def _runs(tensor: TensorMeta, piece: ShardSlice, box: Box, source: SourceFile) -> Iterator[ByteRun]:
-    """Yield the runs of a box of a slice: its positions in the shard and in the source file."""
+    """Yield the runs of a box within a slice. Each run has its positions in the shard and in the source file."""
     # For each axis: the start of the box in the slice and in the tensor; the lengths of box, slice and tensor.
     axes = [[0, 0, 1, 1, 1]]
     for (first, last), (low, high), length in zip(box, piece.box, tensor.shape, strict=True):
@@ -243,8 +246,8 @@ def _joined(runs: Sequence[ByteRun]) -> list[ByteRun]:
 
 
 def _most_groups(box: Box, shape: Sequence[int]) -> int:
-    """Return the largest number of row groups of a box. The rows along one axis form a group, and each index of the
-    axes before that axis has a separate group."""
+    """Return an upper bound on the number of row groups of a box. The rows along one axis form a group, and each
+    combination of indices of the preceding axes has a separate group."""
     divided = [axis for axis, (first, last) in enumerate(box) if last - first < shape[axis]]
     return math.prod(last - first for first, last in box[: max(0, divided[-1] - 1)]) if divided else 1
 

@@ -1,9 +1,10 @@
-"""Data types of weight sync: peers, versions, and the parts of a version that a peer stores. They do not need torch.
+"""Data types of weight sync: peers, versions, and the parts of a version that a peer stores. The types do not need
+torch.
 
-A version is a list of tensors under the names that engines load (Hugging Face's). Every host stores a version in
-safetensors files that have the whole tensors, one after the other in order of names; a part that the host does not
-store is a hole in the sparse file. A shard is the unit of transfer: boxes of tensors, one after the other in row-major
-order, as `planner.sync_tree.reshard` cuts them. A shard has a checksum (xxh3_64) for each block of `block_bytes`.
+A version is a list of tensors with the names of Hugging Face checkpoints, which engines load. Every host stores a
+version in safetensors files of whole tensors in order of names. A part that the host does not store is a hole in the
+sparse file. A shard is the unit of transfer: boxes of tensors, one after the other in row-major order, as determined by
+`planner.sync_tree.reshard`. A shard has a checksum (xxh3_64) for each block of `block_bytes`.
 """
 
 import ipaddress
@@ -83,7 +84,7 @@ class TensorMeta:
         return tuple((0, length) for length in self.shape)
 
     def has(self, box: Box) -> bool:
-        """Return whether the box lies within the tensor and has elements."""
+        """Return whether the box lies within the tensor and is not empty."""
         return len(box) == len(self.shape) and all(
             0 <= first < last <= length for (first, last), length in zip(box, self.shape, strict=True)
         )
@@ -105,7 +106,8 @@ class ShardMap:
 
 @dataclass(frozen=True, slots=True)
 class VersionMap:
-    """The tensors and shards of a version that one peer stores or receives. Tensors are sorted by name and unique."""
+    """The tensors and shards of a version, or of the part of a version that one peer stores or receives. Tensors are
+    sorted by name and unique. Each block of `block_bytes` in a shard has a checksum."""
 
     version: int  # the policy version
     tensors: tuple[TensorMeta, ...]
@@ -131,7 +133,7 @@ class VersionMap:
 @dataclass(frozen=True, slots=True)
 class StagedPart:
     """The part of a version that one trainer rank has staged in a separate file in the version's folder. The file has
-    whole tensors, of which only these boxes are filled."""
+    whole tensors, of which only `boxes` are filled."""
 
     rank: int
     boxes: Mapping[str, tuple[Box, ...]]  # by tensor name
@@ -151,7 +153,7 @@ class PeerRole(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineAt:
-    """An engine that a peer installs weights into."""
+    """An engine into which a peer installs weights."""
 
     engine: EngineName
     url: Name
@@ -161,8 +163,8 @@ class EngineAt:
 
 @dataclass(frozen=True, slots=True)
 class HeldVersion:
-    """A version of which a peer stores some bytes. `missing` has the ranges of its shards that have not arrived or
-    whose checksum differs. For a version that trainers staged on this host, `missing` is empty."""
+    """A version of which a peer stores some bytes. `missing` has the ranges of each shard that have not arrived or that
+    have a wrong checksum. For a version that trainers staged on the peer's host, `missing` is empty."""
 
     version: Version
     shards: tuple[str, ...]
@@ -176,8 +178,8 @@ class HeldVersion:
 
 @dataclass(frozen=True, slots=True)
 class PeerLocation:
-    """The location of a peer in the network. It is given either as a GPU of the fabric's site or as the PoD, the ToR
-    and the rate of the NIC, which a GPU implies."""
+    """The location of a peer in the network. It is given either as a GPU of the fabric's site, or as the PoD, the ToR
+    and the NIC rate. A GPU implies the other values."""
 
     gpu: Rank | None = None
     pod: Name = ""
@@ -187,7 +189,8 @@ class PeerLocation:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A process that stores weights on one host, for a trainer or for engines. It sends this value when it attaches."""
+    """The description of a peer, a process that stores weights on one host for a trainer or for engines. The peer sends
+    it when it attaches and when its state changes. `share` is the part of each version that the host's engines load."""
 
     id: Annotated[PeerId, Field(min_length=1, max_length=1024), AfterValidator(_printable)]
     role: PeerRole
@@ -208,7 +211,7 @@ LOOPBACK = "loopback"  # the name for every loopback address and for localhost
 
 
 def host_name(host: str) -> str:
-    """Return the canonical name of a host; all loopback addresses have the same name."""
+    """Return the canonical name of a host. All loopback addresses have the same name."""
     name = host.strip("[]").rstrip(".").lower()
     try:
         address = ipaddress.ip_address(name)

@@ -1,9 +1,9 @@
 """Data types of the orders from the daemon to peers and of the reports from peers to the daemon.
 
-A peer carries out each order id once, and answers a repeated order with the stored result. It refuses orders of a
-generation older than the newest it has seen. Every order is idempotent, so a restarted daemon sends new orders instead
-of querying the results of old orders. A deadline is a time of the receiver's clock; `PeerOrder.by_clock` converts it
-from the daemon's clock to the peer's.
+A peer carries out an order with a given id only once, and answers a repeated order with the stored result. It rejects
+orders of a generation older than the newest that it has seen. Every order is idempotent, so a restarted daemon sends
+new orders instead of querying the results of old orders. A deadline is a time on the receiver's clock;
+`PeerOrder.by_clock` converts it from the daemon's clock to the peer's.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from planner.sync_tree.ranges import PeerFlow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CarryEdge(PeerFlow):
-    """A transfer between two peers, as described in the orders to both peers. The receiver listens for the
+    """A transfer between two peers, as described in the orders to both peers. The receiver listens for the sender's
     connection."""
 
     id: str
@@ -32,8 +32,8 @@ class CarryEdge(PeerFlow):
 class OpenVersion:
     """An order to open a version on the peer. The version is either read from parts that trainers staged on the peer's
     host, or received from other peers. Stored bytes are kept. `at_home` lists the shards that engines of this host need
-    and that the host's parts or file already have. No peer sends these shards. Their bytes are copied from the parts
-    into the file."""
+    and that the host's parts or received file already have. No peer sends these shards. Their bytes are copied from the
+    parts into the received file."""
 
     map: VersionMap
     parts: tuple[StagedPart, ...] = ()
@@ -43,7 +43,7 @@ class OpenVersion:
 
 @dataclass(frozen=True, slots=True)
 class SumShards:
-    """An order to return the checksums of shards that the peer stores completely."""
+    """An order to compute and return the checksums of shards that the peer stores completely."""
 
     version: int
     shards: tuple[str, ...]
@@ -53,8 +53,8 @@ class SumShards:
 @dataclass(frozen=True, slots=True)
 class CarryEdges:
     """An order to start these edges, in addition to the running edges. A peer starts its edges of a wave after its
-    edges of earlier waves have ended, and forwards bytes as soon as it has received them. The peer sends the result at
-    once, and later reports progress in `EdgeEvent`s."""
+    edges of earlier waves have ended, and forwards bytes as soon as it has received them. The peer sends the result of
+    the order at once, and later reports the edges' progress in `EdgeEvent`s."""
 
     version: int
     edges: tuple[CarryEdge, ...]
@@ -65,7 +65,7 @@ class CarryEdges:
 
 @dataclass(frozen=True, slots=True)
 class EndEdges:
-    """An order to end these edges. An empty list means all edges of the version."""
+    """An order to end the edges with these ids. An empty list means all edges of the version."""
 
     version: int
     edges: tuple[str, ...] = ()
@@ -74,7 +74,8 @@ class EndEdges:
 
 @dataclass(frozen=True, slots=True)
 class CheckVersion:
-    """An order to compare the stored bytes with the checksums. Blocks that differ are then reported as missing."""
+    """An order to compare the stored bytes of a version with their checksums. Blocks with other checksums are reported
+    as missing."""
 
     version: int
     kind: Literal["check"] = "check"
@@ -84,7 +85,8 @@ class CheckVersion:
 class InstallVersion:
     """An order to load the version into the engine, unless `valid_until_s` has passed. The engine is paused for the
     installation and then returns to its previous state. If the engine already reports the version, the order has no
-    effect, unless `anew` is set because another program may have changed the weights in the meantime."""
+    effect. `anew` forces the installation nevertheless, because another program may have changed the weights in the
+    meantime."""
 
     version: int
     engine: EngineId
@@ -95,8 +97,8 @@ class InstallVersion:
 
 @dataclass(frozen=True, slots=True)
 class QueryVersion:
-    """An order to query which version the engine has. If the version has changed, the peer reports it before the
-    result of the order."""
+    """An order to query which version the engine has. If the version has changed, the peer reports the new version
+    before it sends the result of the order."""
 
     engine: EngineId
     kind: Literal["query_version"] = "query_version"
@@ -104,8 +106,8 @@ class QueryVersion:
 
 @dataclass(frozen=True, slots=True)
 class ProbeWeights:
-    """An order to generate greedily from a prompt on an engine without requests. A paused engine is paused again
-    afterwards."""
+    """An order to generate tokens greedily from a prompt on an engine that runs no requests. If the engine was paused,
+    it is paused again afterwards."""
 
     engine: EngineId
     prompt_ids: tuple[int, ...]
@@ -116,9 +118,9 @@ class ProbeWeights:
 
 @dataclass(frozen=True, slots=True)
 class RestEngine:
-    """An order to pause the engine and drop its KV cache, or to resume the engine. It is used if there is no gateway.
-    Running requests may finish within `drain_s`; if they do not, the engine continues and the order fails. `ends`
-    aborts running requests at once."""
+    """An order to pause the engine and drop its KV cache, or to resume the engine. It is used for repairs, and for
+    syncs without a gateway. Running requests may finish within `drain_s`; if they do not, the engine continues and the
+    order fails. If `ends` is set, running requests are aborted at once."""
 
     engine: EngineId
     at_rest: bool
@@ -129,7 +131,7 @@ class RestEngine:
 
 @dataclass(frozen=True, slots=True)
 class KeepVersions:
-    """An order to discard all stored versions except the listed versions."""
+    """An order to discard all stored versions that are not in `versions`."""
 
     versions: tuple[int, ...]
     kind: Literal["keep"] = "keep"
@@ -137,8 +139,8 @@ class KeepVersions:
 
 @dataclass(frozen=True, slots=True)
 class BackendAct:
-    """An order to perform an act of a direct backend (backends/base.py), whose trainer sends the weights, at an engine,
-    unless `valid_until_s` has passed. `changes` is set if the act may change the engine's weights."""
+    """An order to perform an act of a direct backend (backends/base.py) at an engine, unless `valid_until_s` has
+    passed. `body_json` has the arguments of the act. `changes` is set if the act may change the engine's weights."""
 
     backend: str
     engine: EngineId
@@ -152,9 +154,9 @@ class BackendAct:
 
 @dataclass(frozen=True, slots=True)
 class ServeEngines:
-    """An order to serve these engines (id to URL) from now on, in addition to the engines on the peer's command line.
-    The assignment is stored and survives a restart of the peer. Engines that were assigned earlier and are not listed
-    are dropped."""
+    """An order to serve these engines from now on, in addition to the engines on the peer's command line. `engines`
+    maps engine ids to URLs. The assignment is stored and survives a restart of the peer. Engines that were assigned
+    earlier and are not listed are dropped."""
 
     engines: Mapping[EngineId, str]
     kind: Literal["serve"] = "serve"
@@ -226,8 +228,8 @@ class EdgeState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EdgeEvent:
-    """A report by one endpoint that an edge began, is done or broke. Only the receiver's report determines which bytes
-    have arrived."""
+    """A report by one endpoint that an edge has begun, is done or has broken. Only the receiver's report determines
+    which bytes have arrived."""
 
     version: Version
     edge: str
@@ -241,7 +243,8 @@ class EdgeEvent:
 
 @dataclass(frozen=True, slots=True)
 class ArrivedBytes:
-    """The number of bytes that a peer has received; sent several times a second while edges run."""
+    """A report of the number of bytes of a version that have arrived at a peer. It is sent several times a second while
+    edges run."""
 
     version: Version
     received_bytes: ByteCount

@@ -19,8 +19,8 @@ NOT_ATTACHED = "peer: is not attached"  # prefix of the daemon's error while the
 class Publication:
     """The part of a version that one trainer rank has staged and publishes.
 
-    `tensors` has the whole shape of every tensor of which the rank staged a part; `boxes` has the staged parts. Several
-    ranks may stage the same box. `tensors` must not be empty.
+    `world` is the number of publishing ranks. `tensors` has the whole shape of every tensor of which the rank staged a
+    part, and must not be empty. `boxes` has the staged parts. Several ranks may stage the same box.
 
     `install` is "at_once" (the daemon closes the pause barrier as soon as all bytes have arrived), "next_pause" (the
     trainer continues, and engines install when the barrier is next closed or about to open), or empty (the configured
@@ -76,25 +76,27 @@ PUBLICATION: TypeAdapter[Publication] = TypeAdapter(Publication)
 
 @dataclass(slots=True)
 class PublicationSet:
-    """The publications of one version received so far from the ranks of one start of a trainer."""
+    """The publications received so far from the ranks of one trainer. All are of one version and one attempt to publish
+    it."""
 
     by_rank: dict[int, Publication] = field(default_factory=dict)
     tensors: dict[str, tuple[TensorMeta, int]] = field(default_factory=dict)  # and the first rank to publish it
 
     def takes(self, publication: Publication) -> bool:
-        """Return whether a publication has the same version and the same `run` as the publications in the set."""
+        """Return whether a publication has the same version and the same `run` as the publications in the set. An empty
+        set takes every publication."""
         other = next(iter(self.by_rank.values()), publication)
         return (other.version, other.run) == (publication.version, publication.run)
 
     def add(self, publication: Publication) -> None:
-        """Add a publication for which `faults` is empty."""
+        """Add a publication for which `faults` returns an empty list."""
         self.by_rank[publication.rank] = publication
         for tensor in publication.tensors:
             self.tensors.setdefault(tensor.name, (tensor, publication.rank))
 
     def faults(self, publication: Publication) -> list[str]:
-        """Return the faults of a publication and its contradictions to the other ranks' publications. The other ranks'
-        options are equal, so the options are compared with those of one other rank only."""
+        """Return the faults of a publication, including contradictions to the other ranks' publications. Options are
+        compared with those of one other rank only, because the options of all ranks in the set are equal."""
         faults = [] if publication.tensors else ["tensors: must not be empty, got []"]
         names: set[str] = set()
         for place, tensor in enumerate(publication.tensors):

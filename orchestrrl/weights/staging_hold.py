@@ -1,8 +1,8 @@
 """A lock on a version's folder, by which trainers keep the peer from discarding the parts that they stage.
 
-Ranks stage a version before it is published to the daemon, and its number may be lower than the fleet's. So no order of
-the daemon protects the staged parts. Instead, a shared lock (flock) on the folder protects them. The kernel releases
-the lock when a trainer dies.
+Ranks stage a version before it is published to the daemon, and its number may be lower than that of the fleet's
+version. Therefore, no order of the daemon protects the staged parts. Instead, a shared lock (flock) on the folder
+protects them. The kernel releases the lock when a trainer dies.
 """
 
 import fcntl
@@ -13,7 +13,8 @@ from pathlib import Path
 
 
 class StagingHold:
-    """A shared lock on a folder, which the constructor creates. Raises OSError if the folder cannot be created."""
+    """A shared lock on a folder. The constructor creates the folder if it does not exist, and acquires the lock. Raises
+    OSError if the folder cannot be created."""
 
     def __init__(self, home: Path) -> None:
         self._held: int | None = None
@@ -50,8 +51,8 @@ def _locked_folder(home: Path) -> int | None:
 
 @contextmanager
 def nobody_stages(home: Path) -> Iterator[bool]:
-    """Yield whether no trainer is staging into the folder. If True, no trainer can begin to stage into it until the
-    context exits."""
+    """Yield True if no trainer is staging into the folder, else False. While the context of a True value is open, no
+    trainer can begin to stage into the folder."""
     folder = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)

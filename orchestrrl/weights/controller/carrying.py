@@ -1,7 +1,8 @@
-"""Carry a version's bytes to all peers that need them: request circuits, plan, compute checksums, and order edges.
+"""Carry a version's bytes to all peers that need them: plan the transfer, request circuits, compute checksums, and
+order peers to run the edges (transfers between two peers).
 
-A broken edge is replaced by other edges. If a peer detaches, the controller waits until the peer attaches again, but
-the peer's receivers get the bytes from another peer at once.
+If an edge breaks, other edges replace it. If a peer detaches, the controller waits until the peer attaches again.
+Meanwhile, receivers whose edges from this peer break get the bytes from other peers.
 """
 
 import asyncio
@@ -38,7 +39,8 @@ READ_WITHIN_S = 600.0  # limit for one read of all bytes
 
 class TreeTransfer:
     """Carries the bytes of one published version to peers, in one or more attempts. `still` is set if the trainer sends
-    no other traffic during the transfer. `is_up` is set if an earlier daemon may have brought up circuits."""
+    no other traffic during the transfer. `is_up` is set if an earlier daemon may have brought up circuits for the
+    sync."""
 
     def __init__(
         self, acts: SyncActions, record: SyncRecord, publications: Sequence[Publication], *, still: bool, is_up: bool
@@ -54,8 +56,8 @@ class TreeTransfer:
         self._tearing: asyncio.Task[None] | None = None
 
     async def prepare(self, receivers: Collection[PeerId]) -> VersionMap:
-        """Carry the version to all receivers; return its map with all checksums. Raises SyncFailed if a receiver cannot
-        get all bytes."""
+        """Carry the version to all receivers; return the version's map with the checksums of all shards. Raises
+        SyncFailed if a receiver cannot get all bytes."""
         record, acts = self._record, self._acts
         record.state(SyncState.PLANNING)
         await self._trainers_there()
@@ -86,8 +88,8 @@ class TreeTransfer:
         return map
 
     async def _trainers_there(self) -> None:
-        """Wait for the peers on whose hosts ranks have staged. Raises SyncFailed if they do not attach within
-        `patience_s`."""
+        """Wait until the peers on whose hosts trainer ranks have staged parts are attached. Raises SyncFailed if one of
+        them does not attach within `patience_s`."""
         hub, peers = self._acts.hub, {each.peer for each in self._publications}
         if not await self._acts.wait_until(lambda: peers <= hub.attached().keys(), self._acts.settings.patience_s):
             away = sorted(peers - hub.attached().keys())
@@ -98,9 +100,10 @@ class TreeTransfer:
             )
 
     async def _held(self, receivers: Collection[PeerId]) -> dict[PeerId, HeldVersion]:
-        """Return the bytes that receivers have from an earlier attempt, and the bytes of other peers whose parts are
-        complete. Return {} if a peer with staged parts is detached. Also return {} if a receiver is new or its share
-        has changed, because the existing shards then do not match the share."""
+        """Return the bytes of the version that each peer stores from an earlier attempt. A peer that is not a receiver
+        is included only if none of its bytes are missing. Return {} if there was no earlier attempt, or if a peer with
+        staged parts is not included. Also return {} if a receiver is new or its share has changed, because its shards
+        from the earlier attempt then do not match the share."""
         there, before = self._acts.hub.attached(), self._carried
         if before is None or any(there[peer].share != before.shares.get(peer) for peer in there.keys() & receivers):
             return {}
@@ -177,8 +180,8 @@ class TreeTransfer:
         return summed(planned.map, found)
 
     async def tear_down(self) -> None:
-        """Release requested circuits. If this call is cancelled, the release continues, and the next call waits for
-        it."""
+        """Release the circuits that were requested for the transfer. If this call is cancelled, the release continues,
+        and the next call waits until it is complete."""
         if self._is_up:
             self._is_up = False
             self._tearing = asyncio.ensure_future(self._tear_down())
@@ -201,7 +204,7 @@ class Carrying:
     """The transfer of one plan's bytes. `run` returns when every receiver has all bytes and all checksums match."""
 
     def __init__(self, acts: SyncActions, record: SyncRecord, planned: PlannedSync, network: SyncNetwork) -> None:
-        """Create the transfer. The map of `planned` must have the checksums of all shards."""
+        """Create the transfer. The map of `planned` must contain the checksums of all shards."""
         self.progress = SyncProgress(planned)
         self._acts = acts
         self._record = record
@@ -218,7 +221,7 @@ class Carrying:
         self._moved_s = acts.clock.now_s()  # when bytes last arrived
 
     def on_news(self, peer: PeerId, news: Heard) -> None:
-        """Handle a report of a peer."""
+        """Handle a report from a peer. `news` is None if the peer has detached."""
         match news:
             case EdgeEvent() if news.version == self._version:
                 self._edge(news)
@@ -239,8 +242,8 @@ class Carrying:
         self._woken.set()
 
     async def run(self) -> None:
-        """Carry all bytes and verify their checksums. Raises SyncFailed if a peer is lost, no bytes arrive for too
-        long, or bytes stay corrupt after `CHECKS` checks."""
+        """Carry all bytes and verify their checksums. Raises SyncFailed if a receiver stays detached for `patience_s`,
+        no bytes arrive for `patience_s` plus `stall_s`, or bytes are still corrupt after `CHECKS` checks."""
         record = self._record
         try:
             record.begins(SyncPhase.PHASE_A if self.progress.is_in_phase_a() else SyncPhase.PHASE_B)
@@ -308,7 +311,7 @@ class Carrying:
         raise SyncFailed(code, f"peers {lack} received no bytes for {now_s - self._moved_s:.0f} s{who}")
 
     async def _mend(self) -> None:
-        """Add edges for the missing bytes that no running edge transfers."""
+        """Plan and start edges for the missing bytes that no running edge transfers."""
         progress, acts = self.progress, self._acts
         peers = {id: peer for id, peer in acts.hub.attached().items() if id in progress.peers}
         missing = {peer: progress.lacking(peer) for peer in peers}
@@ -331,9 +334,9 @@ class Carrying:
             self._give(edges)
 
     def _weight(self, peers: Mapping[PeerId, Peer], src: PeerId, dst: PeerId) -> float | None:
-        """Return the cost of a byte from `src` to `dst`, or None if they have no common transport. The cost is high if
-        `src` has sent wrong bytes to `dst` or an edge between them has broken. It is lower inside a PoD than between
-        PoDs."""
+        """Return the relative cost of a byte from `src` to `dst`, or None if the peers have no common transport. The
+        cost is higher if `src` has sent corrupt bytes to `dst` or an edge from `src` to `dst` has broken. It is lower
+        within a PoD than between PoDs."""
         if common_transport(self._acts.settings, peers[src], peers[dst]) is None:
             return None
         weight = 100.0 if src in self.progress.blamed(dst) else 1.0
@@ -352,7 +355,7 @@ class Carrying:
         return edge_of(id, flow, peers[dst], way)
 
     def _give(self, edges: Sequence[CarryEdge]) -> None:
-        """Send the order for each edge to its sender and its receiver."""
+        """Order the sender and the receiver of each edge to start the edge."""
         of: dict[PeerId, list[CarryEdge]] = {}
         for edge in edges:
             for end in (edge.src, edge.dst):

@@ -1,9 +1,9 @@
 """Keep one weight version in the fleet: bring each version that a trainer publishes to every engine, or to none.
 
-The controller collects the publications of a trainer's ranks until a version is complete. It runs one sync at a time,
-replaces a version that has not begun to install by a newer version, and repairs engines between syncs. The steps of a
+The controller collects the publications of a trainer's ranks until a version is complete. It runs one sync at a time
+and repairs engines between syncs. A newer version replaces a version whose installation has not begun. The steps of a
 sync are in run.py. Syncs that an earlier daemon left open are finished first. Syncs run in both modes of the daemon,
-because publishing is an explicit request; an operator can pause syncs.
+advise and act, because publishing is an explicit request. An operator can pause syncs.
 """
 
 import asyncio
@@ -55,7 +55,8 @@ A_DEFECT = ("internal", "an internal error ended the sync, see the daemon's log:
 
 
 class WeightSync:
-    """The controller of all weight syncs of one daemon. The caller calls `recover`, then keeps `run` as a task."""
+    """The controller of all weight syncs of one daemon. The caller calls `recover` first and then runs `run` in a
+    task."""
 
     def __init__(
         self,
@@ -72,8 +73,8 @@ class WeightSync:
         stale: StaleVersions,
         offload: Offload = inline,
     ) -> None:
-        """Create the controller. `deploying` returns whether a deployment is starting or stopping engines; `stale`
-        tracks the engines whose reported version is from before a restart."""
+        """Create the controller. `engines` returns the engines of the fleet. `deploying` returns whether a deployment
+        is starting or stopping engines. `stale` tracks the engines whose reported version is from before a restart."""
         self.book = WeightBook(journal, clock)
         self._serving = PeerAssignments(hub, clock, settings.patience_s, engines)
         self._acts = SyncActions(
@@ -98,8 +99,8 @@ class WeightSync:
 
     def publish(self, publication: Publication) -> str:
         """Accept one rank's publication; return the sync's id. A repeated publication returns the same id. Raises
-        ProblemFaults if the publication has faults, Permanent if the version exists with other content, and Retryable
-        while the rank's peer is not attached."""
+        ProblemFaults if the publication has faults, and Permanent if the version is being synced or was committed with
+        other content. Raises Retryable if the rank's peer has not attached to this daemon yet."""
         version = publication.version
         backend = self._backend(publication)
         committed = self.book.fleet.committed
@@ -132,8 +133,8 @@ class WeightSync:
         return record.id
 
     def _backend(self, publication: Publication) -> DirectBackend | None:
-        """Return the direct backend of a publication. Return None for the tree backend, and for an unknown name, which
-        `_faults` reports. Raises ProblemFaults if the backend cannot be created."""
+        """Return the direct backend of a publication. Return None for the tree backend, and for an unknown backend
+        name, which `_faults` reports. Raises ProblemFaults if the backend cannot be created."""
         if publication.backend == TREE or publication.backend not in BACKENDS:
             return None
         try:
@@ -194,7 +195,7 @@ class WeightSync:
         self._news.set()
 
     def _expire_ranks(self) -> None:
-        """Abort a partly published version if its time limit for the remaining ranks has passed."""
+        """Abort a partly published version if the remaining ranks have not published it within the time limit."""
         within_s = self._settings.publish_within_s
         if self._collecting is None or self._clock.now_s() < self._collecting[1].report.began_s + within_s:
             return
@@ -204,7 +205,7 @@ class WeightSync:
         self._drop(record, SyncState.ABORTED, "trainer_lost", why)
 
     def _drop(self, record: SyncRecord, state: SyncState, code: str, why: str) -> None:
-        """End a sync that has not begun to run, with this state, code and reason."""
+        """End a sync that has not started to run. `state`, `code` and `why` are recorded in its report."""
         if self._next is not None and self._next.sync_record is record:
             self._next = None
         if self._collecting is not None and self._collecting[1] is record:
@@ -215,8 +216,9 @@ class WeightSync:
     async def relayed(
         self, sync_id: str, rank: int, number: int, call: str, body: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        """Relay a call of a trainer's rank to the direct backend and return the answer. Raises Permanent if the sync
-        currently accepts no calls from the trainer. Also raises the backend's own errors."""
+        """Relay a trainer rank's call to the direct backend; return the response. `number` is the number of the
+        trainer's step. Raises Permanent if the sync currently accepts no calls from the trainer. Also raises the
+        backend's own errors."""
         run = self._running
         if run is None or run.sync_record.id != sync_id or run.direct is None:
             raise Permanent(f"weight sync {sync_id} does not expect calls from a trainer now")
@@ -235,8 +237,9 @@ class WeightSync:
         )
 
     def report(self, sync_id: str = "", version: int | None = None) -> SyncReport:
-        """Return the newest report with this id and version. If both are omitted, return the report of the running sync
-        or, if no sync is running, of the last sync. Raises Permanent if there is no such report."""
+        """Return the newest report with this id and version; an omitted argument matches every report. If both are
+        omitted, return the report of the running sync or, if no sync is running, of the latest sync. Raises Permanent
+        if no report matches."""
         for report in self.history(0):
             if (not sync_id or report.id == sync_id) and (version is None or report.version == version):
                 return report
@@ -244,15 +247,16 @@ class WeightSync:
         raise Permanent(f"there is no weight sync{what}")
 
     def history(self, limit: int) -> list[SyncReport]:
-        """Return at most `limit` reports. The report of the running sync comes first, then the reports of earlier
-        syncs, newest first. A limit of 0 returns all stored reports."""
+        """Return at most `limit` reports. The report of the running sync comes first, then the reports of other syncs,
+        newest first. A limit of 0 returns all stored reports."""
         running = [self._running.sync_record.report] if self._running is not None else []
         waiting = [record.report for record in reversed(self.book.open.values())]
         reports = {report.id: report for report in (*running, *waiting, *reversed(self.book.over))}
         return list(reports.values())[: limit or None]
 
     async def follow(self, sync_id: str) -> AsyncIterator[SyncReport]:
-        """Yield the report now and after each change, until the sync is over. Raises Permanent for an unknown id."""
+        """Yield the report of a sync now and after each change, until the sync is over. Raises Permanent if the id is
+        unknown."""
         record = self.book.open.get(sync_id)
         if record is None:
             yield self.report(sync_id)
@@ -261,8 +265,9 @@ class WeightSync:
             yield report
 
     def abort(self, sync_id: str, reason: str) -> SyncReport:
-        """Abort the sync with this id, or the running sync if the id is empty. The method may return before the sync
-        has ended. Raises Permanent if the sync is over or committed."""
+        """Abort the sync with this id; return its report. If the id is empty, abort the running sync or, if no sync is
+        running, the latest one. The method may return before the sync has ended. Raises Permanent if there is no such
+        sync, or if it is over, committed or left open by an earlier daemon."""
         report = self.report(sync_id)
         outcome = (SyncState.ABORTED, "operator", reason or "aborted by an operator")
         record = self.book.open.get(report.id)
@@ -283,7 +288,8 @@ class WeightSync:
         return waiting if self._collecting is None else [*waiting, self._collecting[1]]
 
     def install_now(self, sync_id: str, reason: str) -> SyncReport:
-        """Install the prepared version now, before the next pause. Raises Permanent if no version is prepared."""
+        """Install the prepared version without waiting for the next pause; return the sync's report. If `sync_id` is
+        empty, it means the running sync. Raises Permanent if the sync is not running or its version is not prepared."""
         run = self._running
         if run is None or (sync_id and run.sync_record.id != sync_id):
             raise Permanent(
@@ -297,10 +303,10 @@ class WeightSync:
     # --- called by the pause barrier and the balancer
 
     async def before_resume(self, until_s: float, told: int | None = None) -> tuple[int | None, tuple[EngineId, ...]]:
-        """Return the version and the left-out engines with which another holder opens the barrier that it has closed. A
-        version that waits for a pause is installed first if this is possible by `until_s`. `told` is the version that
-        the holder reports for the engines. If `told` is a version of this controller, raises Permanent if that version
-        could not be installed, and Retryable if its sync is still running."""
+        """Return the version with which another holder of the pause barrier opens it, and the engines without that
+        version. A version that waits for a pause is installed first if this is possible by `until_s`. `told` is the
+        version that the holder reports for the engines. If `told` is a version that this controller syncs, raises
+        Permanent if the version could not be installed, and Retryable if the sync is still running."""
         fence, run = self._acts.fence, self._running
         lease = fence.state.lease
         if lease is None or lease.holder.startswith(HOLDER):
@@ -327,7 +333,7 @@ class WeightSync:
         return told, ()
 
     def restarted(self) -> list[EngineId]:
-        """Return the engines whose version is unknown since a restart."""
+        """Return the engines that have restarted and whose version has been unknown since then."""
         return [engine for engine in sorted(self._acts.engines()) if engine in self._acts.stale]
 
     def _without(self, committed: CommittedVersion) -> tuple[EngineId, ...]:
@@ -345,8 +351,7 @@ class WeightSync:
 
     @property
     def left_for_moves(self) -> LeftForMoves:
-        """Return the bandwidth of the NICs of engine hosts that the running sync does not use and that KV transfers may
-        use."""
+        """Return the share of NIC bandwidth that the running sync leaves for KV transfers between engine hosts."""
         carrying = self._carrying
         if carrying is None:
             return LeftForMoves()
@@ -357,7 +362,7 @@ class WeightSync:
     # --- run
 
     def recover(self) -> None:
-        """Recover the syncs that the previous daemon left open."""
+        """Recover the state of the fleet's weights and the syncs that the previous daemon left open."""
         self._left = self.book.recover()
         committed, state = self.book.fleet.committed, self._acts.fence.state
         if committed is not None and state.newest is not None:
@@ -366,8 +371,8 @@ class WeightSync:
                     self._acts.stale.restarted(engine)
 
     async def run(self) -> None:
-        """Run until cancelled. If an internal error interrupts a sync, the sync is recovered like one that a previous
-        daemon left open."""
+        """Run syncs and repairs until cancelled. If an internal error interrupts a sync, the sync is recovered like a
+        sync that a previous daemon left open."""
         serving = asyncio.ensure_future(self._keep_serving())
         try:
             await self._until_cancelled()
@@ -395,7 +400,8 @@ class WeightSync:
                     self._why_left, self._left = A_DEFECT, self._half_done()
 
     def _half_done(self) -> list[OpenIntent[SyncReport]]:
-        """Return the open syncs that no task is running."""
+        """Return the open syncs that have started but that no task runs. Return an empty list if the journal cannot be
+        read."""
         ids = self.book.open.keys() - {record.id for record in self._not_begun()}
         try:
             return [left for left in self.book.left_open() if left.id in ids]
@@ -427,7 +433,8 @@ class WeightSync:
     # --- inside
 
     async def _repair(self) -> bool:
-        """Repair one engine; return whether an engine needed repair."""
+        """Repair the first engine that is due for repair; return whether there was one. Return False while an operator
+        pauses syncs. A repair is cancelled if a new version is ready to be synced."""
         if self._acts.pause_registry.hold(PauseScope.SYNC) is not None:
             return False
         try:
@@ -450,7 +457,7 @@ class WeightSync:
 
     @property
     def _carrying(self) -> Carrying | None:
-        """Return the transfer of the running sync, or None."""
+        """Return the transfer of the running sync, or None if no transfer is running."""
         return None if self._running is None else self._running.tree.carrying
 
     def _on_news(self, peer: PeerId, news: Heard) -> None:

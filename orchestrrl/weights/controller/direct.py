@@ -1,8 +1,8 @@
-"""Sync a version that the trainer sends itself, through a direct backend of weights/backends. The steps are those of a
-tree sync.
+"""Sync a version that the trainer sends itself, through a direct backend of weights/backends. The steps of the sync are
+the same as with the tree backend.
 
-A call of the trainer reaches the backend only while a step of the trainer is open, so that no weights move without the
-daemon. An engine is treated as having the version only if the engine's own report confirms it.
+A call of the trainer reaches the backend only while a step of the trainer is open, so that no weights move unless the
+daemon has requested it. An engine is treated as having the version only if the engine's own report confirms it.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class DirectTransfer:
-    """One sync whose trainer sends the weights. Implements DirectSync for the backend."""
+    """One sync in which the trainer sends the weights. Implements `DirectSync` for the backend."""
 
     def __init__(
         self, acts: SyncActions, record: SyncRecord, publications: Sequence[Publication], backend: DirectBackend
@@ -64,9 +64,9 @@ class DirectTransfer:
         return map
 
     async def install(self, attempt: SyncAttempt, until_s: float | None) -> dict[EngineId, PeerResult]:
-        """Have the trainer send the version to the engines. Raises SyncFailed if an engine does not have the version
-        afterwards. The next attempt leaves out such engines. If no engine has the version, no engine is left out,
-        because the trainer may be the cause."""
+        """Have the trainer send the version to the engines; return each engine's result. Raises SyncFailed if an engine
+        does not have the version afterwards. The next attempt leaves out the engines without the version. If no engine
+        has the version, no engine is left out, because the trainer may be the cause."""
         record, began_s = self._record, self._acts.clock.now_s()
         self._begin(changes=True, until_s=until_s)
         became = await self._backend.install(self)
@@ -94,8 +94,8 @@ class DirectTransfer:
         self._withdraw_request()
 
     async def relayed(self, rank: int, number: int, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Handle a call of a trainer's rank for step `number`; return the answer. Raises Permanent if step `number` is
-        not open. Also raises the backend's own errors."""
+        """Handle a trainer rank's call for step `number`; return the response. Raises Permanent if step `number` is not
+        open. Also raises the backend's own errors."""
         if self._asked is None or self._asked[0].number != number or self._asked[1].done():
             raise Permanent(f"step {number} of weight sync {self._record.id} is over")
         if call == STEP_FAILED:

@@ -1,9 +1,9 @@
-"""Install one version into engines: choose participants, install behind the closed barrier, verify, and resume
-requests.
+"""Install one version into engines: choose the engines, install the version while the pause barrier is closed, verify
+it, and resume requests.
 
-Requests resume with the new version, or with the previous version after a failure. A restarted daemon repeats a resume
-or a rollback that was interrupted at any point. The version reported for an engine is the version that it has; an
-engine whose version is uncertain gets no requests until it is repaired.
+Requests resume with the new version, or with the previous version after a failure. If a resume or a rollback is
+interrupted at any point, a restarted daemon repeats it. A version is reported for an engine only if the engine has it.
+An engine whose version is uncertain gets no requests until it is repaired.
 """
 
 import asyncio
@@ -28,8 +28,9 @@ SETTLED_WITHIN_S = 5.0  # wait for peers to receive their engine assignments
 
 @dataclass(slots=True)
 class BorrowedPause:
-    """A pause barrier that another holder has closed and that the sync may use until `until_s`. `outcome` resolves to
-    the version with which the holder must open the barrier, and the engines without that version."""
+    """A pause barrier that another holder has closed and that the sync may use until `until_s`. `may_probe` is set if
+    engines hold no requests, so that they can be probed. `outcome` resolves to the version with which the holder must
+    open the barrier, and the engines without that version."""
 
     until_s: float
     may_probe: bool
@@ -50,7 +51,8 @@ class Installing:
 
     @property
     def prompt(self) -> tuple[tuple[int, ...], int]:
-        """Return the probe's prompt and the number of tokens to generate. An empty prompt disables the probe."""
+        """Return the probe's prompt as token ids, and the number of tokens to generate. An empty prompt disables the
+        probe."""
         told, probe = self._publications[0], self._acts.settings.probe
         if told.probe:
             return told.probe, len(told.expected) or (probe.max_tokens if probe is not None else 8)
@@ -59,8 +61,9 @@ class Installing:
     # --- choose
 
     async def choose(self, attempt: SyncAttempt) -> None:
-        """Set the attempt's targets and receivers. Engines that are not targets are quarantined when the version is
-        committed. Raises SyncFailed if no engine can receive the version."""
+        """Set the attempt's targets (the engines that receive the version) and receivers (the peers that receive its
+        bytes). Engines that are not targets are quarantined when the version is committed. Raises SyncFailed if no
+        engine can receive the version."""
         acts, record = self._acts, self._record
 
         def away() -> str:
@@ -95,7 +98,7 @@ class Installing:
             attempt.receivers = {*hosts, *(idle if record.report.attempt == 1 else [])}
 
     def _why_not(self, engine: EngineId, now: EngineNow) -> str:
-        """Return the reason why an engine cannot receive the version; empty if the engine can receive it."""
+        """Return the reason why an engine cannot receive the version, or an empty string if it can."""
         acts = self._acts
         if acts.hub.peer_of(engine) is None:
             return acts.serving.why_not(engine)
@@ -105,9 +108,7 @@ class Installing:
 
     def update(self, attempt: SyncAttempt) -> None:
         """Remove targets that have left the fleet, and add engines that have joined the fleet and whose peers have the
-        bytes.
-
-        Raises SyncFailed if no target is left."""
+        bytes. Raises SyncFailed if no target is left."""
         hub, there = self._acts.hub, self._acts.engines()
         come = [
             engine
@@ -131,8 +132,9 @@ class Installing:
     # --- install and verify
 
     async def install(self, attempt: SyncAttempt, borrowed: BorrowedPause | None) -> None:
-        """Install the version into the attempt's targets and verify it. Before that, the targets are recorded as
-        changed, because they may have the version as soon as the installation begins."""
+        """Install the version into the attempt's targets and verify it. The targets are recorded as changed beforehand,
+        because they may have the version as soon as the installation begins. `borrowed` is another holder's closed
+        pause barrier, if the sync uses one."""
         record, acts = self._record, self._acts
         record.state(SyncState.INSTALLING)
         engines = sorted(attempt.targets)
@@ -159,8 +161,8 @@ class Installing:
             await self._verify(attempt, results, may_probe=borrowed is None or borrowed.may_probe)
 
     async def _loaded(self, attempt: SyncAttempt, until_s: float | None) -> dict[EngineId, PeerResult]:
-        """Have engines load the version from their hosts' folders, and wait for all engines. The next attempt leaves
-        out every engine that fails."""
+        """Have engines load the version from their hosts' folders; return each engine's result. Raises SyncFailed after
+        all engines have finished if some of them failed. The next attempt leaves out the engines that failed."""
         acts, record = self._acts, self._record
         results: dict[EngineId, PeerResult] = {}
 
@@ -215,7 +217,8 @@ class Installing:
         attempt.answers = {configuration[e]: tokens for e, tokens in answers.items() if e in configuration}
 
     def _of_the_fleet(self, failed: Mapping[EngineId, str]) -> dict[EngineId, str]:
-        """Return `failed` without the engines that were stopped or removed on purpose."""
+        """Return `failed` without the engines that were stopped or removed on purpose. These engines are also removed
+        from the report."""
         gone = [engine for engine in failed if self._acts.gone(engine)]
         self._record.without_engines(gone)
         return {engine: why for engine, why in failed.items() if engine not in gone}
@@ -255,7 +258,7 @@ class Installing:
 
     async def go_back(self, attempt: SyncAttempt) -> None:
         """Roll back an uncommitted version: install the fleet's version into engines that may have all or part of the
-        new version. If no peer stores the fleet's version, these engines wait for the next version."""
+        new version. If peers do not store the fleet's version, the engines without it wait for the next version."""
         acts, record = self._acts, self._record
         gone = [engine for engine in attempt.changed if acts.gone(engine)]
         changed = sorted(attempt.changed.difference(gone))
@@ -298,13 +301,13 @@ class Installing:
             await self._let_run(good)
 
     def _known_to_barrier(self) -> set[EngineId]:
-        """Return the engines whose version the pause barrier has. Their versions may be outdated, because a restart may
-        have been missed."""
+        """Return the engines for which the pause barrier has a version. The barrier's version may be outdated, because
+        a restart of the engine may have been missed."""
         return set(self._acts.engines()).intersection(self._acts.fence.state.versions)
 
     async def _close_again(self, changed: Collection[EngineId]) -> str:
-        """Close the barrier again after the lease has ended; return the new lease's id. If the barrier cannot be
-        closed, have peers pause the engines in `changed` and return an empty string."""
+        """Close the pause barrier again after its lease has ended; return the id of the new lease. If the barrier
+        cannot be closed, have peers pause the engines in `changed` and return an empty string."""
         acts = self._acts
         acts.fence.forget(changed, "were being changed while the pause barrier opened")
         if acts.fence.is_manned():
@@ -316,8 +319,8 @@ class Installing:
         return ""
 
     async def _bring_back(self, committed: CommittedVersion, engines: Collection[EngineId]) -> dict[EngineId, str]:
-        """Install the fleet's version. Return the engines that do not have the version afterwards, with the reason for
-        each engine."""
+        """Install the fleet's version into `engines` if peers store it. Return the engines that do not have the version
+        afterwards, with the reason for each engine."""
         acts = self._acts
         if committed.is_kept:
             return await acts.try_each(engines, lambda engine: acts.install(engine, committed.version))
@@ -325,7 +328,8 @@ class Installing:
         return {engine: lost for engine in engines if acts.installed(engine) != committed.version}
 
     def _write_down(self, changed: Collection[EngineId], bad: Mapping[EngineId, str]) -> None:
-        """Record the state of the changed engines in the journal, before it is reported to the pause barrier."""
+        """Record in the journal which of the changed engines have the fleet's version. `bad` has the engines without
+        it, with reasons. The caller reports the versions to the pause barrier only afterwards."""
         book, committed = self._acts.book, self._acts.book.fleet.committed
         if committed is None:
             book.stands(FleetWeights(None, {**book.fleet.spoilt, **bad}))
@@ -337,7 +341,8 @@ class Installing:
     def _report_committed(
         self, committed: CommittedVersion, good: Collection[EngineId], bad: Collection[EngineId]
     ) -> None:
-        """Report the versions of all serving engines to the barrier, which has discarded them if the lease expired."""
+        """Report the fleet's version to the pause barrier for all engines that have it, because the barrier has
+        discarded it if the lease expired. The versions of the engines in `bad` are reported as unknown."""
         acts, known, state = self._acts, self._acts.engines(), self._acts.fence.state
         if bad:
             acts.fence.forget(bad, "the previous weights could not be restored")
@@ -347,8 +352,8 @@ class Installing:
             acts.fence.set_version(sorted(unknown), committed.version, "have the previous weights")
 
     def _report_as_before(self, reported: Mapping[EngineId, int]) -> None:
-        """Report to the barrier again the versions that unchanged engines had before the sync. These versions do not
-        come from a weight sync."""
+        """Report to the pause barrier again the versions that unchanged engines had before the sync. No version is
+        committed in this case, so these versions do not come from a weight sync."""
         acts = self._acts
         unknown = {e: v for e, v in reported.items() if e not in acts.fence.state.versions and e not in acts.stale}
         for version in sorted(set(unknown.values())):
@@ -358,7 +363,7 @@ class Installing:
     # --- the barrier
 
     async def _open(self, lease: str, version: int | None, without: Collection[EngineId], reason: str) -> bool:
-        """Open the barrier; return False if the lease had already ended."""
+        """Open the pause barrier; return False if its lease had already ended."""
         acts = self._acts
         restarted = [] if version is None else [engine for engine in acts.engines() if engine in acts.stale]
         try:
@@ -369,7 +374,8 @@ class Installing:
         return True
 
     async def _let_run(self, engines: Collection[EngineId]) -> None:
-        """Have peers resume engines if the barrier is open. Without a gateway, peers have paused these engines."""
+        """Have peers resume the engines if the pause barrier is open. If there is no gateway, peers have paused the
+        engines."""
         acts = self._acts
         if not acts.is_closed:
             failed = await acts.try_each(engines, lambda engine: acts.rest(engine, at_rest=False))
@@ -378,8 +384,8 @@ class Installing:
 
 
 def odd_ones(said: Mapping[EngineId, object], group: Callable[[EngineId], object]) -> dict[EngineId, str]:
-    """Return the engines whose value differs from the majority value of their group, with a description of the
-    difference for each engine. If a group has no majority, all of its engines are returned. Has no side effects."""
+    """Return the engines whose value in `said` differs from the majority value of their group, with a description of
+    the difference for each engine. If a group has no majority, all of its engines are returned. Has no side effects."""
     groups: dict[object, list[EngineId]] = {}
     for engine in sorted(said):
         groups.setdefault(group(engine), []).append(engine)

@@ -15,8 +15,8 @@ LOOKED_AT = 256  # newest syncs read per scrape: more than can end between two s
 
 
 class SyncMetrics:
-    """Counts each sync once, when it is over. Syncs that ended before `since_s`, under an earlier daemon, are not
-    counted."""
+    """Metrics of weight syncs. Each sync is counted once, when it is over. Syncs that ended before `since_s`, the start
+    of the daemon, are not counted."""
 
     def __init__(self, since_s: float) -> None:
         self._since_s = since_s

@@ -1,8 +1,8 @@
 """Track attached peers and deliver orders to them. Each order has an id and one result.
 
 A peer that attaches again replaces its old stream and receives its unanswered orders again. The peer carries out each
-order once. Hosts' clocks may differ: a deadline is converted to the peer's clock and is never later than the daemon's
-deadline.
+order only once. Hosts' clocks may differ, so each deadline is converted to the peer's clock. The converted deadline is
+never later than the daemon's deadline.
 """
 
 import asyncio
@@ -48,22 +48,22 @@ class PeerStream:
         self.ahead_s = 0.0  # lower bound of the peer's clock minus the daemon's; 0 until the peer sends its time
 
     async def orders(self) -> AsyncIterator[PeerOrder]:
-        """Yield each order as it is queued, until `end` or until the peer attaches again. Orders whose caller no longer
-        waits are skipped."""
+        """Yield each order as it is queued, until `end` is called or the peer attaches again. Orders whose caller no
+        longer waits for the result are skipped."""
         async for asked in self.waiting.orders():
             if asked.is_awaited:
                 asked.sends += 1
                 yield asked.order.by_clock(self.ahead_s)
 
     def stamped(self, sent_s: float) -> None:
-        """Update the clock offset from `sent_s`, the time on the peer's clock at which it sent the message that has
-        just arrived. The offset is a lower bound, too low by the message's delay, so a converted deadline is at most
-        this delay earlier than the daemon's deadline and never later."""
+        """Update the clock offset from `sent_s`, the time on the peer's clock at which the peer sent the message that
+        has just arrived. The offset is too low by the message's delay. A converted deadline is therefore at most this
+        delay earlier than the daemon's deadline, and never later."""
         if math.isfinite(sent_s):
             self.ahead_s = sent_s - self._hub.now_s()
 
     def on_news(self, news: PeerNews) -> None:
-        """Handle a report of the peer. Reports on an ended stream are ignored, because the peer sends its state again
+        """Handle a report from the peer. Reports on an ended stream are ignored, because the peer sends its state again
         on the next stream."""
         if not self.waiting.ended:
             self._hub.on_news(self.peer, news)
@@ -77,7 +77,7 @@ class PeerStream:
 
 class PeerHub:
     """The peers of one daemon, and the delivery of orders to them. `generation` is the generation of the daemon's
-    journal. Orders wait up to `patience_s` for a detached peer."""
+    journal. Orders wait up to `patience_s` for a detached peer. At most `most_peers` peers are tracked."""
 
     def __init__(self, clock: Clock, generation: int, patience_s: float = 30.0, most_peers: int = 8192) -> None:
         self._most_peers = most_peers
@@ -95,27 +95,28 @@ class PeerHub:
         return {id: state.peer for id, state in self.peers.items() if state.attached}
 
     def peer_of(self, engine: EngineId) -> Peer | None:
-        """Return the attached peer that installs into an engine."""
+        """Return the attached peer that installs versions into an engine, or None if there is no such peer."""
         if self._by_engine is None:
             attached = sorted(self.attached().items(), reverse=True)
             self._by_engine = {each.engine: peer for _, peer in attached for each in peer.engines}
         return self._by_engine.get(engine)
 
     def hosts_of(self, engine: EngineId) -> list[PeerId]:
-        """Return the peers on the hosts of an engine: the attached peer that installs into it, and the peers of its
-        other hosts, whether attached or not."""
+        """Return the peers on the hosts of an engine: the attached peer that installs versions into the engine, and the
+        peers of the engine's other hosts, whether attached or not."""
         own = self.peer_of(engine)
         others = [id for id, state in sorted(self.peers.items()) if engine in state.peer.ranks_of]
         return [*([] if own is None else [own.id]), *others]
 
     def engines_of(self, peers: Iterable[PeerId]) -> list[EngineId]:
-        """Return the engines that load bytes from the hosts of these peers. Engines with ranks on several hosts are
-        included."""
+        """Return the engines that load bytes from the hosts of these peers. An engine with ranks on several hosts is
+        included if one of these hosts has some of its ranks."""
         known = [self.peers[peer].peer for peer in peers if peer in self.peers]
         return [engine for peer in known for engine in (*(each.engine for each in peer.engines), *peer.ranks_of)]
 
     def why_not_whole(self, engine: EngineId) -> str:
-        """Return the reason why an engine with several hosts cannot load a whole version; empty if it can load one."""
+        """Return the reason why an engine with several hosts cannot load a whole version, or an empty string if it
+        can."""
         own, attached = self.peer_of(engine), self.attached()
         for id in self.hosts_of(engine) if own is not None else ():
             if id not in attached:
@@ -129,18 +130,19 @@ class PeerHub:
         return self._clock.now_s()
 
     def ours_s(self, peer: PeerId, theirs_s: float) -> float:
-        """Convert a time of the peer's clock to the daemon's clock. Return the time unchanged if the peer is detached
-        or has not sent the time of its clock."""
+        """Convert a time on the peer's clock to the daemon's clock. Return the time unchanged if the peer is detached
+        or has not sent its time yet."""
         stream = self._streams.get(peer)
         return theirs_s if stream is None else theirs_s - stream.ahead_s
 
     def listen(self, listener: Listener) -> None:
-        """Call `listener` with every report of a peer except results, and when a peer attaches or detaches."""
+        """Register `listener`. It is called with every report from a peer except results of orders, with the peer's
+        description when a peer attaches, and with None when a peer detaches."""
         self._listeners.append(listener)
 
     def attach(self, peer: Peer) -> PeerStream:
         """Attach a peer; return its stream. Raises ProblemFaults if the peer's description is inconsistent or claims an
-        engine of another peer, and LimitReached if too many peers are known."""
+        engine that belongs to another peer, and LimitReached if too many peers are known."""
         if faults := self._faults(peer):
             raise ProblemFaults(faults)
         self._make_room(peer.id)
@@ -156,8 +158,9 @@ class PeerHub:
     async def send_order(
         self, peer: PeerId, order: Order, within_s: float, patience_s: float | None = None
     ) -> PeerResult:
-        """Send an order to a peer; return its result. Raises Retryable if the order was not sent because the peer did
-        not attach within the time limit, and OutcomeUnknown if the order was sent but not answered."""
+        """Send an order to a peer and wait up to `within_s` for its result; return the result. If the peer is detached,
+        the order waits up to `patience_s` for it to attach. Raises Retryable if the order was not sent, and
+        OutcomeUnknown if it was sent but no result arrived."""
         if peer not in self.peers:
             raise Retryable(f"peer {peer} is not attached", REATTACH_S)
         id = f"w{self._generation}-{next(self._numbers)}"
@@ -180,8 +183,8 @@ class PeerHub:
             self._open.close(asked)
 
     async def try_order(self, peer: PeerId, order: Order, within_s: float) -> str:
-        """Send an order without waiting for a detached peer. Return the reason if the order was not done, else an empty
-        string."""
+        """Send an order without waiting for a detached peer. Return the reason why the order was not carried out, or an
+        empty string if it was."""
         try:
             result = await self.send_order(peer, order, within_s, 0.0)
         except OrchestrRLError as error:
@@ -220,7 +223,7 @@ class PeerHub:
     # --- inside
 
     async def _until_hopeless(self, asked: _Asked, within_s: float, patience_s: float) -> str:
-        """Wait until an answer can no longer be expected; return the reason."""
+        """Wait until the order's result can no longer be expected; return the reason."""
         by_s = asked.over_s
         while True:
             state, now_s = self.peers[asked.destination], self._clock.now_s()
@@ -248,8 +251,8 @@ class PeerHub:
         return faults
 
     def _make_room(self, peer: PeerId) -> None:
-        """Drop peers that detached more than `FORGET_AFTER_S` ago if the hub is full. Raises LimitReached if no peer
-        can be dropped."""
+        """Make room for `peer` if the hub is full: drop the peers that detached more than `FORGET_AFTER_S` ago. Raises
+        LimitReached if no peer can be dropped."""
         if peer in self.peers or len(self.peers) < self._most_peers:
             return
         gone_s = self._clock.now_s() - FORGET_AFTER_S

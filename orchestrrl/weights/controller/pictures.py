@@ -1,4 +1,5 @@
-"""Draw weight syncs as a chart: the critical path over time, one bar per version. Imports matplotlib when drawing."""
+"""Draw weight syncs as a chart: the critical path over time, one bar per version. matplotlib is imported only when a
+chart is drawn."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,8 +33,8 @@ COLOURS = {
 
 
 def draw(profiles: Sequence[SyncProfile], target: Path) -> None:
-    """Draw the profiles from top to bottom in the order given. Raises OSError if `target` cannot be written, and
-    ValueError if its format is unknown."""
+    """Draw a bar for each profile, from top to bottom in the given order, and save the chart to `target`. Raises
+    OSError if `target` cannot be written, and ValueError if its file format is unknown."""
     bars, bounds = [], []
     for row, profile in enumerate(profiles):
         began_s = profile.path[0].began_s if profile.path else 0.0

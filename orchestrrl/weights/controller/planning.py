@@ -21,8 +21,8 @@ from planner.sync_tree.shares import EngineShare, needed_boxes
 
 @dataclass(frozen=True, slots=True)
 class PlannedSync:
-    """The planned transfer of a version to all peers that need it. Each edge has the duration that the planner
-    predicts."""
+    """The planned transfer of a version to all peers that need it. `planned_s` maps each edge's id to the duration, in
+    seconds, that the planner predicts for the edge."""
 
     map: VersionMap  # the whole version, for all peers
     opens: Mapping[PeerId, OpenVersion]  # for all holders and receivers; checksums are filled in later
@@ -44,9 +44,9 @@ def plan_sync(
     *,
     name: str = "0",
 ) -> PlannedSync:
-    """Plan the transfer of parts that trainers have staged to all peers of engines. `name` is the prefix of edge ids,
-    which must be unique among the plans for a version. Raises ProblemFaults if the input is inconsistent, and
-    Unreachable if the network has no path to a receiver."""
+    """Plan the transfer of a version to all peers of engines. The sources are the parts that trainer ranks have staged.
+    `name` is the prefix of the edge ids and must be unique among the plans for a version. Raises ProblemFaults if the
+    input is inconsistent, and Unreachable if the network has no path to a receiver."""
     known = {peer.id: peer for peer in peers}
     if faults := list(_unknown_peers(publications, known, network)):
         raise ProblemFaults(faults)
@@ -101,10 +101,11 @@ def plan_repair(
     held: Mapping[PeerId, HeldVersion],
     name: str = "0",
 ) -> PlannedSync:
-    """Plan the transfer of the bytes of a version that `receivers` lack, from peers that have these bytes (`held`). The
-    version is the fleet's version, or one that an earlier attempt has brought to some peers. Only `receivers` are
-    ordered to open the version. Raises ProblemFaults if a peer is not attached or unknown to the network, and
-    Unreachable if no peer has a byte range or the network has no path to a receiver."""
+    """Plan the transfer of the bytes of a version that `receivers` lack. `held` has the bytes that each peer already
+    stores. `fleet` is the map of the fleet's version, or of a version that an earlier attempt has brought to some
+    peers. Only `receivers` are ordered to open the version. Raises ProblemFaults if a peer is not attached or unknown
+    to the network. Raises Unreachable if no peer stores a missing byte range or the network has no path to a
+    receiver."""
     known = {peer.id: peer for peer in peers}
     faults = [f"receivers: must be attached, got {peer!r}" for peer in sorted(receivers) if peer not in known]
     faults += _unknown_peers((), known, network)
@@ -130,7 +131,7 @@ def plan_repair(
 
 
 def _touching(fleet: VersionMap, needs: Mapping[str, tuple[Box, ...]]) -> tuple[ShardMap, ...]:
-    """Return the shards that overlap the needed boxes."""
+    """Return the shards of a version that overlap the needed boxes. `needs` has the boxes by tensor name."""
 
     def is_needed(piece: ShardSlice) -> bool:
         return any(overlap(piece.box, box) is not None for box in needs.get(piece.parameter, ()))
@@ -212,7 +213,8 @@ def edge_of(id: str, flow: PeerFlow, receiver: Peer, transport: str) -> CarryEdg
 
 
 def common_transport(settings: WeightSettings, one: Peer, other: Peer) -> str | None:
-    """Return the first transport, in the order of the settings, that both peers support, or None."""
+    """Return the first transport, in the order of the settings, that both peers support, or None if they have no
+    transport in common."""
     return next((name for name in settings.transports if name in one.transports and name in other.transports), None)
 
 

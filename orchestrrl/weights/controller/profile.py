@@ -1,4 +1,5 @@
-"""Profile a weight sync: the time of each phase, the critical path, and the transfer time against its plan and bound.
+"""Profile a weight sync: the time of each phase, the critical path, and the ratio of the transfer time to the plan's
+estimate and to the lower bound.
 
 The functions have no side effects. advice.py derives advice from a profile.
 """
@@ -42,7 +43,7 @@ class PhaseStretch:
 @dataclass(frozen=True, slots=True)
 class PhaseRow:
     """The time of one phase. `seconds` is the total over all attempts. `waited_s` is the part on the critical path, and
-    `share` is this part as a fraction of the sync's time."""
+    `share` is this part as a fraction of the sync's total time."""
 
     phase: SyncPhase
     seconds: float
@@ -65,7 +66,8 @@ class SyncProfile:
 
     @property
     def dominating(self) -> SyncPhase | None:
-        """Return the phase with the largest time on the critical path, or None."""
+        """Return the phase with the largest time on the critical path, or None if the path has no phases. Phases that
+        delay neither requests nor the trainer are ignored."""
         waited = [row for row in self.rows if row.phase not in BESIDE and row.waited_s > 0]
         return max(waited, key=lambda row: row.waited_s).phase if waited else None
 
@@ -75,7 +77,7 @@ class SyncProfile:
 
     @property
     def carried_gbps(self) -> float | None:
-        """Return the total rate of all edges during the transfer. Return None if there was no transfer."""
+        """Return the total rate of all edges during the transfer in Gbit/s, or None if there was no transfer."""
         return self.report.carried_bytes * 8e-9 / self.transfer_s if self.transfer_s > 0 else None
 
     @property
@@ -93,8 +95,8 @@ class SyncProfile:
 
     @property
     def is_carried(self) -> bool:
-        """Return whether every engine's peer received every byte. For an aborted sync, return whether it reached a
-        phase after the transfer."""
+        """Return whether every engine's peer received every byte. For an aborted or superseded sync, return whether it
+        reached a phase after the transfer."""
         if self.transfer_s <= 0:
             return False
         if self.report.state in (SyncState.ABORTED, SyncState.SUPERSEDED):
@@ -153,8 +155,8 @@ def phase_text(phase: SyncPhase | None) -> str:
 
 
 def _end_s(report: SyncReport, now_s: float | None) -> float:
-    """Return the time at which the last phase ended. An open phase ends when the sync ends or, if the sync is not over,
-    at `now_s`."""
+    """Return the time at which the profile ends: the latest time in the report or, if the sync is not over and `now_s`
+    is later, `now_s`."""
     known = [took.began_s for took in report.phases]
     known += [took.ended_s for took in report.phases if took.ended_s is not None]
     if report.ended_s is not None:

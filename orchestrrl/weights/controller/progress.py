@@ -1,5 +1,5 @@
-"""Track the bytes of a version that each peer has while edges end and break. Also find the missing bytes that no live
-edge transfers."""
+"""Track which bytes of a version each peer has while edges end and break. Also find the missing bytes that no live edge
+transfers."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class _Run:
 
 
 class SyncProgress:
-    """The progress of one plan's edges and of the edges that replace broken ones."""
+    """The progress of one plan's edges and of the edges that replace broken edges."""
 
     def __init__(self, planned: PlannedSync) -> None:
         self.runs: dict[str, _Run] = {}
@@ -74,8 +74,8 @@ class SyncProgress:
                 self._rates_gbps.setdefault((edge.dst, edge.shard), edge.rate_gbps)
 
     def rate_gbps(self, peer: PeerId, shard: str) -> float:
-        """Return the rate limit of the first edge to this peer and shard. Replacement edges use the same limit. The
-        value 0 means that there is no limit."""
+        """Return the rate limit of the first edge that carries this shard to this peer, in Gbit/s. Replacement edges
+        use the same limit. The value 0 means that there is no limit."""
         return self._rates_gbps.get((peer, shard), 0.0)
 
     def live_of(self, peer: PeerId) -> tuple[CarryEdge, ...]:
@@ -85,14 +85,14 @@ class SyncProgress:
         return self._live_in_a > 0
 
     def done(self, event: EdgeEvent) -> None:
-        """End an edge that its receiver reports as done."""
+        """Record that an edge is done, as its receiver reports."""
         if event.edge in self._live:
             edge = self._over(event.edge, self._live[event.edge].bytes)
             self.runs[edge.id].seconds = max(0.0, event.ended_s - event.began_s)
 
     def broken(self, edge_id: str, arrived_bytes: int) -> CarryEdge | None:
-        """End a broken edge. The receiver has `arrived_bytes` of its bytes. Return the edge, or None if it had already
-        ended."""
+        """Record that an edge broke after `arrived_bytes` of its bytes had arrived. Return the edge, or None if it had
+        already ended."""
         if edge_id not in self._live:
             return None
         edge = self._over(edge_id, min(arrived_bytes, self._live[edge_id].bytes - 1))
@@ -114,8 +114,8 @@ class SyncProgress:
                 self._lacks(peer, shard, ranges)
 
     def corrupt(self, peer: PeerId, missing: Mapping[str, Iterable[Range]]) -> None:
-        """Mark ranges with wrong checksums as missing, and mark the peers that sent them, which replacement edges then
-        avoid."""
+        """Mark ranges with wrong checksums as missing. Also mark the peers that sent these ranges, so that replacement
+        edges avoid these peers."""
         for shard, ranges in missing.items():
             ranges = list(ranges)
             self._lacks(peer, shard, ranges)
@@ -129,7 +129,7 @@ class SyncProgress:
         return not all(lacking.is_empty for lacking in self.missing.get(peer, {}).values())
 
     def uncovered(self, peer: PeerId) -> dict[str, tuple[Range, ...]]:
-        """Return the missing ranges that no live edge transfers, keyed by shard."""
+        """Return the peer's missing ranges that no live edge transfers, keyed by shard."""
         found = {}
         for shard, lacking in self.missing.get(peer, {}).items():
             left = ByteRanges(lacking.ranges)
@@ -143,7 +143,7 @@ class SyncProgress:
         return frozenset(self._blamed.get(peer, ()))
 
     def lacking(self, peer: PeerId) -> dict[str, tuple[Range, ...]]:
-        """Return the missing ranges of each shard that the peer stores or receives."""
+        """Return the missing ranges of each shard that the peer stores or receives, keyed by shard."""
         if peer in self._shards:
             own = self.missing.get(peer, {})
             return {shard: own[shard].ranges if shard in own else () for shard in self._shards[peer]}
@@ -157,7 +157,7 @@ class SyncProgress:
         return tuple(EdgeTime(e.src, e.dst, e.phase, e.bytes, run.seconds, run.planned_s) for run, e in ends)
 
     def _over(self, edge_id: str, arrived_bytes: int) -> CarryEdge:
-        """End an edge of which `arrived_bytes` have arrived; return it."""
+        """Record that an edge ended after `arrived_bytes` of its bytes had arrived; return the edge."""
         edge = self._live.pop(edge_id)
         self.runs[edge_id].bytes = arrived_bytes
         del self._into[edge.dst, edge.shard][edge_id]

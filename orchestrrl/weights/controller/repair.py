@@ -1,7 +1,7 @@
 """Repair engines without the fleet's version, one after the other, while the other engines serve.
 
-An engine needs repair if it was left out of the commit, was restarted, or joined later. Each attempt is journalled.
-After each failed attempt on an engine, the delay before its next attempt doubles, up to a maximum.
+An engine needs repair if it was left out of the commit, has restarted since, or joined the fleet later. Each attempt is
+journalled. After each failed attempt on an engine, the delay before its next attempt doubles, up to a maximum.
 """
 
 import itertools
@@ -38,8 +38,8 @@ class _Tried:
 
 
 class EngineRepairs:
-    """Repairs engines without the fleet's version. `carrying` is the transfer of the running repair, to which the
-    controller forwards peers' reports."""
+    """Repairs engines without the fleet's version. `carrying` is the transfer of the running repair. The controller
+    forwards peers' reports to this transfer."""
 
     def __init__(self, acts: SyncActions) -> None:
         self.carrying: Carrying | None = None
@@ -48,8 +48,8 @@ class EngineRepairs:
         self._numbers = itertools.count(1)
 
     def poll(self) -> list[EngineId]:
-        """Record the current versions of engines; return the engines due for repair, sorted by id. The result is empty
-        while the pause barrier is closed."""
+        """Record which engines have the fleet's version; return the engines due for repair, sorted by id. Return an
+        empty list while the pause barrier is closed or if no version is committed."""
         acts = self._acts
         self._leave()
         if acts.is_closed or acts.notice_others() or acts.book.fleet.committed is None:
@@ -85,7 +85,8 @@ class EngineRepairs:
                 fence.forget([each.engine], f"has {_weights_text(each.installed)}")
 
     async def one(self, engine: EngineId) -> None:
-        """Install the fleet's version into an engine, verify it, and let the engine serve."""
+        """Repair an engine: install the fleet's version, verify it, and let the engine serve. If the repair fails,
+        delay the engine's next attempt."""
         acts, committed = self._acts, self._acts.book.fleet.committed
         peer = acts.hub.peer_of(engine)
         if committed is None or peer is None:
@@ -118,7 +119,7 @@ class EngineRepairs:
     # --- inside
 
     def _leave(self) -> None:
-        """Remove engines that have left the fleet from the records."""
+        """Remove from the records the engines that have left the fleet."""
         book = self._acts.book
         told = {*book.fleet.quarantined, *(book.fleet.committed.has if book.fleet.committed is not None else ())}
         if gone := [engine for engine in told if self._acts.gone(engine)]:
@@ -127,7 +128,7 @@ class EngineRepairs:
                 self._tried.pop(engine, None)
 
     def _lost(self, engine: EngineId, why: str) -> None:
-        """Record that an engine does not have the version."""
+        """Record that an engine does not have the fleet's version. `why` is the reason."""
         acts, committed = self._acts, self._acts.book.fleet.committed
         assert committed is not None
         if engine in acts.fence.state.versions:
@@ -165,7 +166,7 @@ class EngineRepairs:
                 logger.error("%s", error)
 
     async def _bytes(self, peer: Peer, committed: CommittedVersion) -> None:
-        """Carry to a peer the bytes of the version that the peer needs and does not have."""
+        """Carry to a peer the bytes of the fleet's version that the peer needs and does not have."""
         acts = self._acts
         held = next((each for each in peer.held if each.version == committed.version), None)
         if held is not None and held.complete and held.shards:

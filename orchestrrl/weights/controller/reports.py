@@ -1,4 +1,5 @@
-"""Data types of reports on weight syncs: state, time of each phase, state of each engine, and reasons."""
+"""Data types of reports on weight syncs: the state of the sync, the time of each phase, and the state of each
+engine."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -82,7 +83,7 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True)
 class EdgeTime:
-    """The measured and planned time of an edge."""
+    """The time of an edge's transfer: `seconds` is the measured time, and `planned_s` is the time in the plan."""
 
     src: str
     dst: str
@@ -98,14 +99,14 @@ class EdgeTime:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """The report on one sync. `code` is one of a fixed set of codes, and `detail` is free text.
+    """The report on one sync. `code` explains the final state, and `detail` is free text.
 
-    | state | codes |
-    |---|---|
-    | done | done, some_quarantined |
-    | aborted | peer_lost, bytes_lost, corrupt, not_quiet, install_failed, verify_failed, probe_differs, trainer_lost,
-      unreachable, no_engines, operator, restarted, paused, internal |
-    | superseded | superseded |
+    The codes of each final state are:
+
+    - done: done, some_quarantined
+    - aborted: peer_lost, bytes_lost, corrupt, not_quiet, install_failed, verify_failed, probe_differs, trainer_lost,
+      unreachable, no_engines, operator, restarted, paused, internal
+    - superseded: superseded
     """
 
     id: str
@@ -145,7 +146,7 @@ class SyncReport:
 
 @dataclass(frozen=True, slots=True)
 class WeightsStatus:
-    """The fleet's version, the running sync, the quarantined engines, and all known peers sorted by id."""
+    """The fleet's version, the running or latest sync, the quarantined engines, and all known peers sorted by id."""
 
     committed: int | None
     sync: SyncReport | None  # the running one, else the last

@@ -41,8 +41,8 @@ MAY_BE_REPLACED = frozenset({SyncState.PLANNING, SyncState.CARRYING, SyncState.P
 
 
 class SyncStep(Enum):
-    """A step of a sync, numbered within its direction. Steps have no time limit, because each order to a peer has a
-    separate limit and the wait for the next pause is unlimited."""
+    """A step of a sync. Forward and backward steps are numbered separately. Steps have no time limit, because each
+    order to a peer has a separate limit and the wait for the next pause is unlimited."""
 
     CHOOSE = 1, "choose"  # select the engines that receive the version
     PREPARE = 2, "prepare"  # carry all bytes to their peers, or the work of a direct backend before the fence
@@ -75,9 +75,9 @@ _TO_COMMIT = frozenset(range(1, 6))
 
 
 class SyncRun(Description[SyncStep]):
-    """The sync of one version that all ranks have published. For a sync that an earlier daemon left open,
-    `publications` is empty, and `left` has the state, code and detail with which the sync ends if it is not committed.
-    Expected errors are recorded in the report."""
+    """The sync of one version that all ranks have published. `backend` is the direct backend, or None for the tree
+    backend. For a sync that an earlier daemon left open, `publications` is empty, and `left` has the state, code and
+    detail with which the sync ends if it is not committed. Expected errors are recorded in the report."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class SyncRun(Description[SyncStep]):
     # --- called from outside
 
     def call_off(self, state: SyncState, code: str, why: str) -> None:
-        """Abort the sync with this state, code and reason. Raises Permanent if it is committed or over."""
+        """Abort the sync with this state, code and reason. Raises Permanent if the sync is committed or over."""
         if self._committed or self.sync_record.report.over:
             raise Permanent(f"cannot abort weight sync {self.id}, because its state is {self.sync_record.report.state}")
         if self._stop is None:
@@ -134,25 +134,27 @@ class SyncRun(Description[SyncStep]):
 
     @property
     def takes_closed_barrier(self) -> bool:
-        """Return whether the sync uses a barrier that another holder has closed, or can use one at present."""
+        """Return whether the sync uses a pause barrier that another holder has closed, or could use such a barrier
+        now."""
         return self._borrowed is not None or (self._waits_for_barrier and self._stop is None)
 
     async def borrow(self, until_s: float, may_probe: bool) -> tuple[int | None, tuple[EngineId, ...]]:
-        """Install the version while another holder keeps the pause barrier closed. Return the version with which the
-        holder must open the barrier, and the engines without that version. Repeated calls return the same result."""
+        """Install the version while another holder keeps the pause barrier closed, at the latest until `until_s`.
+        `may_probe` is set if engines may be probed. Return the version with which the holder must open the barrier, and
+        the engines without that version. Repeated calls return the same result."""
         if self._borrowed is None:
             self._borrowed = BorrowedPause(until_s, may_probe, asyncio.get_running_loop().create_future())
             self._may_install.set()
         return await asyncio.shield(self._borrowed.outcome)
 
     async def run(self) -> None:
-        """Run the sync to its end. The caller has already recorded the intent in the journal. Raises only internal
-        errors."""
+        """Run the sync to its end. The caller has already recorded the sync's intent in the journal. Raises only
+        internal errors."""
         await self._operation.carry_out()
         await self._over()
 
     async def resume(self, entries: Sequence[JournalEntry]) -> None:
-        """Finish the sync after a restart of the daemon. `entries` are the journal entries of its steps."""
+        """Finish the sync after a restart of the daemon. `entries` are the journal entries of the sync's steps."""
         committed = self._acts.book.fleet.committed
         self._committed = committed is not None and committed.sync == self.id
         for entry in entries:
@@ -191,7 +193,7 @@ class SyncRun(Description[SyncStep]):
         return await self.do(step)
 
     async def observe(self) -> None:
-        """After a restart of the daemon, wait for the peers of changed engines. The step that restores these engines
+        """Wait for the peers of changed engines after a restart of the daemon. The step that restores these engines
         queries their versions."""
         changed = self._attempt.changed
         if self._committed or self._is_restored or not self._is_left:
@@ -224,8 +226,8 @@ class SyncRun(Description[SyncStep]):
         return self._committed
 
     def retry(self, failure: OperationFailure[SyncStep]) -> bool:
-        """Return whether to start another attempt, and if so, set it up without the engines that failed. If no engine
-        would remain, the attempt leaves out only the engines that failed in earlier attempts."""
+        """Return whether to start another attempt. If so, set up the attempt without the engines that failed. If no
+        engine would remain, the attempt leaves out only the engines that failed in earlier attempts."""
         acts, record, failed, before = self._acts, self.sync_record, self._failed, self._attempt
         without = dict(before.failed)
         if not {*acts.engines()} <= {*without, *failed.without}:
@@ -253,7 +255,7 @@ class SyncRun(Description[SyncStep]):
         await self._installing.choose(self._attempt)
 
     async def _prepare(self) -> None:
-        """Perform the work before the fence: carry the bytes, or prepare the direct backend."""
+        """Perform the work before the pause barrier is closed: carry the bytes, or prepare the direct backend."""
         record, attempt = self.sync_record, self._attempt
         if self.direct is not None:
             attempt.map = await self.direct.prepare(list(attempt.targets))
@@ -263,7 +265,7 @@ class SyncRun(Description[SyncStep]):
             record.engine(engine, EngineSync.PREPARED)
 
     async def _not_held(self) -> None:
-        """Wait until syncs are not paused by an operator."""
+        """Wait while an operator pauses syncs."""
 
         def held() -> str:
             hold = self._acts.pause_registry.hold(PauseScope.SYNC)
@@ -291,7 +293,8 @@ class SyncRun(Description[SyncStep]):
         self._installing.update(self._attempt)
 
     async def _until_free(self) -> None:
-        """Wait until the pause barrier may be closed, or another holder's closed barrier may be used."""
+        """Wait until the sync may close the pause barrier or use the closed barrier of another holder. Raises
+        SyncFailed if another holder keeps the barrier closed beyond the time limit."""
         acts, within_s = self._acts, self._acts.settings.fence_within_s
         until_s = acts.clock.now_s() + within_s
 
@@ -315,8 +318,9 @@ class SyncRun(Description[SyncStep]):
         await self.sync_record.wait_while(why_not)
 
     async def _lease(self) -> str:
-        """Close the barrier; return the lease's id. Return an empty string if another holder has closed it, or if there
-        is no gateway, so that peers pause the engines."""
+        """Close the pause barrier; return the id of its lease. Return an empty string if the sync uses another holder's
+        barrier, or if there is no gateway and peers pause the engines instead. Raises SyncFailed if the barrier cannot
+        be closed."""
         if self._borrowed is not None or not self._acts.fence.is_manned():
             return ""
         try:
@@ -409,8 +413,8 @@ class SyncRun(Description[SyncStep]):
         self._give_back()
 
     async def _until_done(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Repeat `work` until it succeeds, because the next step requires its result. Until then, the pause barrier's
-        lease keeps requests away from engines. An internal error is stored and raised."""
+        """Repeat `work` after expected errors until it succeeds, because the next step requires its result. Until then,
+        the pause barrier's lease keeps requests away from engines. An internal error is stored and raised at once."""
         self._defect = None
         while True:
             try:
@@ -423,8 +427,8 @@ class SyncRun(Description[SyncStep]):
                 raise
 
     async def _attached_again(self, engines: Collection[EngineId]) -> None:
-        """Wait up to `patience_s` for the peers of engines to attach, and for a gateway if the pause barrier is
-        closed."""
+        """Wait up to `patience_s` for the peers of engines to attach. If the pause barrier is closed, also wait for a
+        gateway."""
         hub, fence = self._acts.hub, self._acts.fence
 
         def attached() -> bool:
@@ -437,7 +441,7 @@ class SyncRun(Description[SyncStep]):
 
     @property
     def _failed(self) -> SyncFailed:
-        """Return the failure of the most recent attempt."""
+        """Return the failure of the most recent attempt, or the reason for which the sync was called off."""
         failure = self._operation.failure
         assert failure is not None
         if self._stop is not None:
@@ -452,8 +456,8 @@ class SyncRun(Description[SyncStep]):
                 return SyncFailed("internal", failure.why, again=not is_defect)
 
     def _is_over(self, records: Sequence[StepEntry]) -> bool:
-        """Return whether the sync had ended although its end is not in the journal. This is the case if a version was
-        committed after the sync began and the sync holds no lease, or if the engines were restored."""
+        """Return whether the sync had ended although the journal does not contain its end. This is the case if a
+        version was committed after the sync began and the sync holds no lease, or if the engines were restored."""
         committed = self._acts.book.fleet.committed
         if committed is not None and committed.at_s > self.sync_record.report.began_s:
             return not self._acts.own_lease(self.id)
@@ -477,7 +481,8 @@ class SyncRun(Description[SyncStep]):
         book.ended(record)
 
     def _give_back(self) -> None:
-        """Return a borrowed barrier to its holder, with the version with which the holder must open it."""
+        """Return a borrowed pause barrier to its holder, together with the version with which the holder must open the
+        barrier."""
         borrowed, self._borrowed = self._borrowed, None
         if borrowed is None:
             return

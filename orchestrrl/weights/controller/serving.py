@@ -1,8 +1,8 @@
 """Assign engines to peers as engines join and leave, and send each peer its assignment.
 
-A peer lists the hosts whose engines it can serve. An engine stays with the peer that has it; an engine without a peer
-is assigned to the first suitable peer by id. An engine on a peer's command line always belongs to that peer. No engine
-belongs to two peers.
+A peer lists the hosts whose engines it can serve. An engine stays with the peer that has it. An engine without a peer
+is assigned to the suitable peer with the first id in sorted order. An engine on a peer's command line always belongs to
+that peer. No engine belongs to two peers.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ UNKNOWN_FOR_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class AssignedEngines:
-    """An assignment of engines to peers. `wanted` maps each peer that accepts assignments to its engines, given as URLs
-    by engine id."""
+    """An assignment of engines to peers. `wanted` maps each peer that accepts assignments to the URLs of its engines,
+    keyed by engine id."""
 
     wanted: Mapping[PeerId, Mapping[EngineId, str]]
     unserved: Mapping[EngineId, str] = field(default_factory=dict)  # engines that no peer serves, with the remedy
@@ -45,8 +45,8 @@ def served(
     *,
     gone: Collection[EngineId] | None = None,
 ) -> AssignedEngines:
-    """Assign engines to the peers that serve them. A peer that detached less than `patience_s` ago keeps its engines.
-    If `gone` is given, every peer also keeps its current engines that are in neither `engines` nor `gone`. Has no side
+    """Return the assignment of engines to peers. A peer that detached less than `patience_s` ago keeps its engines. If
+    `gone` is given, every peer also keeps its current engines that are in neither `engines` nor `gone`. Has no side
     effects."""
     there = {
         id: state for id, state in sorted(peers.items()) if state.attached or now_s - state.last_report_s < patience_s
@@ -99,7 +99,7 @@ def _what_to_do(engine: EngineId, url: str) -> str:
 
 
 class PeerAssignments:
-    """Sends the peers of one daemon their assignments. The caller keeps `run` as a task."""
+    """Sends the peers of one daemon their assignments. The caller runs `run` in a task."""
 
     def __init__(
         self, hub: PeerHub, clock: Clock, patience_s: float, engines: Callable[[], Mapping[EngineId, EngineNow]]
@@ -127,7 +127,7 @@ class PeerAssignments:
             await stop(*self._sending.values())
 
     def update(self) -> None:
-        """Send each attached peer its assignment if the assignment has changed."""
+        """Update the assignment, and send it to each attached peer that has not accepted it yet."""
         now_s = self._clock.now_s()
         self._now = self._served(now_s)
         peers = self._hub.peers
@@ -137,7 +137,7 @@ class PeerAssignments:
                 self._sending[id] = asyncio.ensure_future(self._send(id, engines))
 
     def why_not(self, engine: EngineId) -> str:
-        """Return the reason why no peer installs into an engine, with the remedy."""
+        """Return the reason why no peer installs versions into an engine, and the remedy if one is known."""
         return self._now.unserved.get(engine, "no peer that installs into it is attached")
 
     def engines(self) -> Mapping[EngineId, EngineNow]:

@@ -11,7 +11,7 @@ from planner.model import EngineId
 
 
 class StaleVersions:
-    """The engines with a stale version. Each restart has a number, so that the answer to a query from before the last
+    """The engines with a stale version. Each restart has a number, so that the response to a query from before the last
     restart is ignored."""
 
     def __init__(self) -> None:
@@ -31,6 +31,6 @@ class StaleVersions:
 
     def dispel(self, engine: EngineId, doubt: int | None) -> None:
         """Mark the engine's version as known after a query, unless the engine has restarted again. `doubt` is the
-        number of the last restart, which the caller has read before the query."""
+        number of the restart that the caller read from `of` before the query."""
         if doubt is not None and self._of.get(engine) == doubt:
             del self._of[engine]

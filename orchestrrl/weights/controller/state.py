@@ -49,7 +49,7 @@ class EngineNow:
 @dataclass(frozen=True, slots=True)
 class CommittedVersion:
     """The fleet's version and the engines that have it. `quarantined` has the other engines, with reasons. `answers`
-    maps each configuration to the tokens that the probe generated."""
+    maps each configuration to the tokens that its engines generated for the probe."""
 
     version: int
     sync: str
@@ -88,8 +88,8 @@ class CommittedVersion:
 
 @dataclass(frozen=True, slots=True)
 class FleetWeights:
-    """The fleet's committed version, or None. If it is None, `spoilt` has the engines that may no longer have their
-    initial weights, with reasons."""
+    """The fleet's committed version, or None if no version is committed. In the latter case, `spoilt` has the engines
+    that may no longer have their initial weights, with reasons."""
 
     committed: CommittedVersion | None = None
     spoilt: Mapping[EngineId, str] = field(default_factory=dict)
@@ -113,7 +113,7 @@ _MAP = TypeAdapter(VersionMap)
 
 
 class SyncRecord:
-    """The report of one sync while it changes. Followers receive each change."""
+    """The report of one sync, which changes while the sync runs. Followers are notified of changes."""
 
     def __init__(self, report: SyncReport, clock: Clock) -> None:
         self.report = report
@@ -143,7 +143,7 @@ class SyncRecord:
         self.put(phases=(*self.report.phases, PhaseTime(phase, self._clock.now_s())))
 
     def ends(self, phase: SyncPhase) -> None:
-        """End the last open phase of this kind, if there is one."""
+        """Record the end of the most recent open phase of this kind, if there is one."""
         phases = list(self.report.phases)
         for place in reversed(range(len(phases))):
             if phases[place].phase is phase and phases[place].ended_s is None:
@@ -160,7 +160,7 @@ class SyncRecord:
             self.ends(phase)
 
     async def wait_while(self, why: Callable[[], str]) -> None:
-        """Wait while `why` returns a reason, which is the report's detail during the wait."""
+        """Wait while `why` returns a reason. The report's detail shows the reason during the wait."""
         told = ""
         while reason := why():
             if reason != told:
@@ -178,7 +178,7 @@ class SyncRecord:
         self.put(engines=tuple(stands[each] for each in sorted(stands)))
 
     def without_engines(self, gone: Collection[EngineId]) -> None:
-        """Remove engines that have left the fleet."""
+        """Remove from the report the engines that have left the fleet."""
         if any(each.engine in gone for each in self.report.engines):
             self.put(engines=tuple(each for each in self.report.engines if each.engine not in gone))
 
@@ -277,19 +277,20 @@ class WeightBook:
             logger.error("the end of weight sync %s could not be written to the journal: %s", report.id, error)
 
     def commit(self, committed: CommittedVersion, map: VersionMap) -> None:
-        """Commit a version as the fleet's. This is the point of no return."""
+        """Commit a version as the fleet's version. Once it is committed, the sync is no longer rolled back."""
         self._write_map(committed.sync, map)
         self.stands(FleetWeights(committed))
         self.map = map
         self.was_reported = False
 
     def amend(self, committed: CommittedVersion) -> None:
-        """Record in the journal which engines have the committed version, if that has changed."""
+        """Record `committed` in the journal if it differs from the recorded state, for example because an engine was
+        repaired."""
         if committed != self.fleet.committed:
             self.stands(replace(self.fleet, committed=committed))
 
     def stands(self, fleet: FleetWeights) -> None:
-        """Write the current state of the fleet's weights to the journal."""
+        """Record `fleet` in the journal as the current state of the fleet's weights."""
         body = {"fleet": _FLEET.dump_python(fleet, mode="json")}
         self._journal.append(self._clock.now_s(), EntryKind.WEIGHTS, "", body)
         self.fleet = fleet
@@ -323,13 +324,13 @@ class WeightBook:
 
 
 def sync_body(report: SyncReport) -> Mapping[str, Any]:
-    """Return the body of the entries that begin and end a sync."""
+    """Return the body of the journal entries that begin and end a sync."""
     return {"report": SYNC.dump_python(report, mode="json")}
 
 
 def _checked_step(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the body of a step's entry after checking the fields that a resumed sync reads. Raises ValueError if a
-    field is invalid."""
+    """Return the body of a step's journal entry after checking the fields that a resumed sync reads. Raises ValueError
+    if a field is invalid."""
     if not all(isinstance(engine, str) for engine in body["engines"]):
         raise ValueError(f"engines: must be strings, got {shorten(body['engines'])}")
     return check_record(body)

@@ -14,7 +14,8 @@ def _option(help: str, *, flag: str = "", metavar: str | None = None, **default:
 
 @dataclass(frozen=True, slots=True)
 class PeerArguments:
-    """The options as given on the command line. A field of type Sequence is an option that may be repeated."""
+    """The options of a peer, as given on the command line. A field of type Sequence is an option that may be
+    repeated."""
 
     id: str = _option("The peer's name, unique in the fleet.")
     daemon: str = _option("The daemon's address, as HOST:PORT or unix:PATH.")
@@ -84,7 +85,7 @@ class PeerOption:
 
 
 def options() -> Iterator[PeerOption]:
-    """Yield the options in the order of the help text."""
+    """Yield the options of a peer in the order of the fields of `PeerArguments`."""
     for each in fields(PeerArguments):
         kind: Any = (get_args(each.type) or (each.type,))[0]
         flag = each.metadata["flag"] or f"--{each.name.replace('_', '-')}"

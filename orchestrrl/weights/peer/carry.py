@@ -1,4 +1,4 @@
-"""Run edges in threads, one thread per edge and endpoint. Waves run in order, and each outcome is reported as an event.
+"""Run the edges of a peer, each in a separate thread. Waves run in order, and each outcome is reported as an event.
 
 This module starts and ends edges and releases their resources. The protocol on the link is in wire.py.
 
@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 
 
 class ThreadedCarrier:
-    """Runs the edges of one peer. Calls `report` from the edges' threads. `now_s` returns Unix time for events."""
+    """Runs the edges of the peer `me`. `report` is called from the edges' threads. `now_s` returns the Unix time for
+    events."""
 
     def __init__(
         self,
@@ -52,8 +53,8 @@ class ThreadedCarrier:
 
     def carry(self, staged: LocalVersion, order: CarryEdges) -> None:
         """Start the edges of the order, in addition to the running edges. If an edge of the order has already ended,
-        its outcome is reported again. Raises ProblemFaults if an edge is invalid for this peer; then no edge is
-        started."""
+        its outcome is reported again. Raises ProblemFaults if an edge is invalid for this peer. In that case, no edge
+        is started."""
         self._check(staged, order)
         told_again = []
         with self._lock:
@@ -71,8 +72,8 @@ class ThreadedCarrier:
             self._report(outcome)
 
     def end(self, version: int, edges: Sequence[str] = ()) -> None:
-        """End these edges, or all edges of the version if `edges` is empty, and wait for their threads. Must not be
-        called from `report`."""
+        """End the edges with these ids, or all edges of the version if `edges` is empty, and wait for their threads.
+        Must not be called from `report`."""
         with self._lock:
             ending = [run for key, run in self._runs.items() if key[0] == version and (not edges or key[1] in edges)]
             for run in ending:
@@ -120,7 +121,7 @@ class ThreadedCarrier:
             raise ProblemFaults(faults)
 
     def _begin_due(self, version: int) -> None:
-        """Start the version's edges of the first wave that has open edges. The caller holds the lock."""
+        """Start the version's edges in the earliest wave that has unfinished edges. The caller holds the lock."""
         open_runs = [run for key, run in self._runs.items() if key[0] == version and run.outcome is None]
         first = min((run.edge.wave for run in open_runs), default=0)
         for run in open_runs:
@@ -130,7 +131,7 @@ class ThreadedCarrier:
                 run.thread.start()
 
     def _live(self, run: EdgeRun) -> None:
-        """Run one edge in its thread. Afterwards the edge has an outcome in every case."""
+        """Run one edge in the current thread. Afterwards the edge has an outcome, even if an error occurred."""
         state, detail = EdgeState.BROKEN, "unexpected error, see the log of this peer"
         try:
             if run.edge.bytes:
@@ -162,8 +163,8 @@ class ThreadedCarrier:
         wire.send(self._linked(run, partial(dial, run.edge.address, run.link_key)), run)
 
     def _receive(self, run: EdgeRun) -> None:
-        """Receive the edge's bytes. If the first link breaks before a byte has arrived, accept another link. The
-        sender's dial may have timed out just as it was accepted, and the sender then dials again."""
+        """Receive the edge's bytes. If the first link breaks before a byte has arrived, accept another link, because
+        the sender's dial may have timed out just as it was accepted. The sender then dials again."""
         accept = self._transports[run.edge.transport].accept
         until_s: float | None = None
         while True:
@@ -180,8 +181,9 @@ class ThreadedCarrier:
                 return
 
     def _linked(self, run: EdgeRun, ask: Callable[[float], L], until_s: float | None = None) -> L:
-        """Return the edge's link once the other endpoint has connected. Raises NotYet if it has not connected by
-        `until_s`, a time of the monotonic clock. If `until_s` is None, wait without limit."""
+        """Return the edge's link once the other endpoint has connected. `ask` waits up to the given number of seconds
+        for the link. Raises NotYet if the endpoint has not connected by `until_s`, a time of the monotonic clock. If
+        `until_s` is None, wait without limit."""
         while True:
             run.pause()
             try:

@@ -1,6 +1,7 @@
 """Determine the free space of a folder, and allocate pages before they are written.
 
-A write to a memory-mapped file on a full tmpfs would kill the process at the first unallocated page.
+Without this allocation, a write to a memory-mapped file on a full tmpfs would kill the process at the first unallocated
+page.
 """
 
 import ctypes
@@ -26,7 +27,8 @@ MOST_EXTENTS = 65536  # more extents are allocated as one, including the gaps
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the number of free bytes in the folder's file system. On a tmpfs, it is at most the available memory."""
+    """Return the number of free bytes in the folder's file system. On a tmpfs, the number is at most the available
+    memory."""
     free = shutil.disk_usage(folder).free
     if _file_system(folder) == "tmpfs":
         free = min(free, *_memory_left())
@@ -38,7 +40,7 @@ def allocated_bytes(path: Path) -> int:
 
 
 def pages(starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
-    """Return the starts and ends of the pages that cover these spans, sorted and merged."""
+    """Return the starts and ends of the page ranges that cover these byte spans, sorted and merged."""
     order = np.argsort(starts, kind="stable")
     starts = starts[order] // PAGE_BYTES * PAGE_BYTES
     ends = np.maximum.accumulate(-(-ends[order] // PAGE_BYTES) * PAGE_BYTES)
@@ -47,7 +49,8 @@ def pages(starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
 
 
 def take(file: int, starts: Ints, ends: Ints, size: int) -> None:
-    """Allocate these pages of an open file; existing content is kept. Raises OSError if there is no space."""
+    """Allocate the page ranges of an open file of `size` bytes. Existing content is kept. Raises OSError if there is
+    not enough space."""
     if len(starts) > MOST_EXTENTS:
         starts, ends = starts[:1], ends[-1:]
     for first, last in zip(starts.tolist(), ends.tolist(), strict=True):
@@ -55,9 +58,9 @@ def take(file: int, starts: Ints, ends: Ints, size: int) -> None:
 
 
 def map_in(mapped: Bytes, starts: Ints, ends: Ints) -> None:
-    """Map these pages into the process's page tables, in another thread. Later writes then cause no page faults, which
-    would cost more than the copy. On a kernel before 5.14 this has no effect, and each page is mapped at its first
-    access."""
+    """Add the pages of these byte ranges to the process's page tables, in another thread. Later writes then cause no
+    page faults, which would take longer than the copy itself. On a kernel before 5.14 this has no effect, and each page
+    is mapped at its first access."""
 
     def work() -> None:
         madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap.madvise would keep the interpreter's lock
@@ -74,8 +77,9 @@ def map_in(mapped: Bytes, starts: Ints, ends: Ints) -> None:
 
 
 def no_room(folder: Path, needed: int, version: int) -> Permanent | Retryable:
-    """Return the error for a version that does not fit: Retryable if it will fit after other versions are discarded,
-    else Permanent. The folders of other versions are siblings of `folder`."""
+    """Return the error for a version that needs `needed` more bytes and does not fit into its folder. The error is
+    Retryable if the version will fit after other versions are discarded, else Permanent. The folders of other versions
+    are siblings of `folder`."""
     free = free_bytes(folder)
     held = sum(map(allocated_bytes, folder.parent.glob("v[0-9]*/*.safetensors"))) - sum(
         map(allocated_bytes, folder.glob("*.safetensors"))
@@ -94,7 +98,7 @@ def is_full(error: OSError) -> bool:
 
 
 def _file_system(folder: Path) -> str:
-    """Return the file system type of the folder's mount point; empty if unknown."""
+    """Return the file system type of the folder's mount point, or an empty string if it is unknown."""
     best, found = "", ""
     real = os.path.realpath(folder)
     try:
@@ -109,8 +113,8 @@ def _file_system(folder: Path) -> str:
 
 
 def _memory_left() -> list[int]:
-    """Return the available memory in bytes, of the machine and, if the container has a memory limit, of the
-    container."""
+    """Return the available memory of the machine in bytes. If the container has a memory limit, also return the
+    available memory of the container. If neither is known, return a very large number."""
     left = []
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():

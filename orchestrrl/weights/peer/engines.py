@@ -47,7 +47,8 @@ class PeerEngines:
         changed: Callable[[], None],
         given: Mapping[EngineId, str] = MappingProxyType({}),
     ) -> None:
-        """Connect to the engines of the command line and to those that the daemon has assigned (`given`)."""
+        """Connect to the engines of the command line (`engines`) and to the engines that the daemon has assigned
+        (`given`)."""
         self._product = product
         self._own = {name: self._made(url, name not in engines) for name, url in {**given, **engines}.items()}
         self._clock = clock
@@ -89,8 +90,8 @@ class PeerEngines:
             await self._clock.sleep(interval_s)
 
     async def refresh(self) -> None:
-        """Query the version of each engine. An engine that does not answer keeps its last known version; if it has been
-        restarted, its next answer shows this."""
+        """Query the version of each engine. An engine that does not answer keeps its last known version. If the engine
+        has been restarted, its next response shows this."""
         await asyncio.gather(*(self._refresh(name, own) for name, own in self._own.items()))
 
     async def install(
@@ -98,8 +99,8 @@ class PeerEngines:
     ) -> tuple[LoadedWeights, str]:
         """Install a version; return the weights that the engine then has, and a description of the outcome. `is_other`
         is set if the bytes that the engine last received differ from this version's bytes, even if the version number
-        is the same. `known_sum` is the checksum of the folder. Raises the errors of `load_weights`, and Permanent if
-        the deadline `by_s` has passed."""
+        is the same. `known_sum` is the checksum of the folder, or empty if it is not known. Raises the errors of
+        `load_weights`, and Permanent if the deadline `by_s` has passed."""
         own = self._one(name)
         async with own.at_work:
             self._still(by_s)
@@ -158,8 +159,8 @@ class PeerEngines:
             raise Retryable(f"the requests of engine {name} did not finish within {drain_s:g} s", drain_s) from error
 
     async def act(self, order: BackendAct) -> str:
-        """Perform an act of a direct backend at an engine; return its answer as JSON. Raises the backend's errors, and
-        Permanent if the deadline has passed."""
+        """Perform an act of a direct backend at an engine; return its result as JSON. Raises the backend's errors, and
+        Permanent if the deadline of the order has passed."""
         own = self._one(order.engine)
         backend = self._backends.get(order.backend) or make_direct(order.backend)
         self._backends[order.backend] = backend
@@ -223,8 +224,8 @@ class PeerEngines:
             raise Retryable(f"engine {name} did not report its version within {ASK_S:g} s", ASK_S) from error
 
     async def take_sums(self, owns: Iterable[_Own] | None = None, within_s: float = SOON_S) -> bool:
-        """Return whether any engine needs the folder's checksum for a load. An engine that does not answer within
-        `within_s` is ignored."""
+        """Return whether any engine needs the checksum of the version's folder before it loads the version. If `owns`
+        is given, only these engines are queried. An engine that does not answer within `within_s` is ignored."""
 
         async def one(engine: Engine) -> bool:
             with suppress(OrchestrRLError, TimeoutError):  # the operation that needs the engine reports the error
@@ -236,7 +237,7 @@ class PeerEngines:
 
     async def _loaded(self, own: _Own) -> LoadedWeights | None:
         """Return the weights that the engine reports. If the engine reports no checksum and this process installed the
-        reported version, add the checksum from the installation."""
+        reported version, return the weights with the checksum from the installation."""
         has = await weights_engine(own.engine).loaded()
         if has is None or own.brought is None or has.version != own.brought.version:
             own.brought = None

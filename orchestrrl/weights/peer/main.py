@@ -1,8 +1,8 @@
 """Run a weight peer in the environment of a trainer or of vLLM: `python -m orchestrrl.weights.peer.main`.
 
-Only this project's orchestrrl package must be on the path. The peer needs grpcio, protobuf, pydantic, aiohttp,
-prometheus-client, numpy and xxhash, and torch for gloo and NCCL. In OrchestrRL's own environment, `orchestrrl sync
-peer` is the same command.
+OrchestrRL need not be installed, but its packages must be on the Python path. The peer needs grpcio, protobuf,
+pydantic, aiohttp, prometheus-client, numpy and xxhash, and torch for gloo and NCCL. In OrchestrRL's own environment,
+`orchestrrl sync peer` is the same command.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def _parse_arguments(arguments: list[str]) -> tuple[PeerArguments, bool]:
 
 
 async def _until_stopped(settings: PeerSettings) -> None:
-    """Run the peer until SIGTERM or SIGINT."""
+    """Run the peer until the process receives SIGTERM or SIGINT."""
     task = asyncio.ensure_future(run_peer(settings, WallClock()))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

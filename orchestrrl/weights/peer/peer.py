@@ -155,7 +155,7 @@ class PeerLink:
         self._put(await self._orders.result(order))
 
     def _on_news(self, news: EdgeEvent | ArrivedBytes) -> None:
-        """Queue a report of the carrier. Thread-safe."""
+        """Queue a report from the carrier for the daemon. This method may be called from any thread."""
         self._loop.call_soon_threadsafe(self._put, news)
 
     def _put(self, news: PeerNews) -> None:
@@ -167,7 +167,7 @@ class PeerLink:
         self._outbox.put(news)
 
     def _poll(self) -> None:
-        """Queue a report of this peer's state if the state has changed."""
+        """Queue a report of this peer's state if the state has changed since the last report."""
         if self._reported is None:
             return
         peer = self.introduction()
@@ -185,13 +185,14 @@ class PeerLink:
                 self._outbox.put(None)
 
     def _message(self, news: PeerNews | None) -> pb.PeerMessage:
-        """Return the message for a report, with the current time as its time stamp."""
+        """Return the message for a report, with the current time as its time stamp. If `news` is None, the message has
+        only the time stamp."""
         text = "" if news is None else NEWS.dump_json(news).decode()
         return pb.PeerMessage(news_json=text, sent_unix_s=self._clock.now_s())
 
 
 class PeerOrders:
-    """Carries out orders. Orders that take long run concurrently with other orders."""
+    """Carries out the daemon's orders. An order that takes long runs concurrently with other orders."""
 
     def __init__(self, store: VersionStore, carrier: ThreadedCarrier, engines: PeerEngines) -> None:
         self._store = store

@@ -36,8 +36,7 @@ class PeerSettings:
 
 
 def settings_of(arguments: PeerArguments) -> PeerSettings:
-    """Validate the options and return the settings. Raises ProblemFaults, listing all faults, if options are
-    invalid."""
+    """Validate the options and return the settings. Raises ProblemFaults with all faults if options are invalid."""
     faults: list[str] = []
     engines = _engines(arguments, faults)
     share = _made(lambda: _share(arguments), faults)
@@ -153,7 +152,8 @@ def _share(arguments: PeerArguments) -> EngineShare:
 
 
 def _address(arguments: PeerArguments) -> str:
-    """Return the address from --host, or the local address of the route to the daemon."""
+    """Return the address from --host or, if --host is not given, the local address of the route to the daemon. Raises
+    ValueError if --host is unusable or no route is found."""
     if arguments.host:
         if arguments.host in ("0.0.0.0", "::"):
             raise ValueError(f"--host: must be an address that other peers can reach, got {arguments.host!r}")

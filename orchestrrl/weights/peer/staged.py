@@ -2,8 +2,8 @@
 
 A shard is read from the parts that trainers staged on this host if they contain the whole shard. Otherwise it is read
 from the received file, from which engines install. A block is hashed when its last byte has arrived, before readers
-that wait for it continue. A block with a wrong checksum is marked as missing again. Bytes in a file from an earlier run
-are recognized only by their checksums.
+that wait for it continue. A block with a wrong checksum is marked as missing again. Bytes that an earlier run left in a
+file are accepted only if their checksums match.
 """
 
 import logging
@@ -68,8 +68,9 @@ _Block = tuple[_Shard, int]  # shard and block number
 
 
 class StagedVersion:
-    """A `LocalVersion` stored in files. Construction opens the files and verifies bytes that they already have. Raises
-    Retryable or Permanent, before a file is changed, if there is not enough space or a part is missing."""
+    """A `LocalVersion` stored in files. Construction opens the files and verifies the bytes that they already contain.
+    It raises Permanent if a part cannot be read, and Retryable or Permanent if there is not enough space. The free
+    space is checked before a file is changed."""
 
     def __init__(self, folder: Path, order: OpenVersion) -> None:
         self.map = map = order.map
@@ -157,7 +158,7 @@ class StagedVersion:
         return {state.map.id: state.own_sums for state in states}
 
     def check(self) -> None:
-        """Hash arrived blocks that were not hashed yet, and copy shards that engines need from parts into the received
+        """Hash arrived blocks that have not been hashed yet. Copy shards that engines need from parts into the received
         file."""
         states = list(self._shards.values())
         self._hash_present([state for state in states if state.map.sums])
@@ -167,7 +168,8 @@ class StagedVersion:
             self._copy_out_of_parts(to_copy)
 
     def update_sums(self, version_map: VersionMap) -> None:
-        """Set new checksums for the same shards. Stored blocks whose checksums differ are marked as missing."""
+        """Set new checksums for the version's shards, which are otherwise unchanged. Stored blocks whose checksums
+        differ are marked as missing."""
         unknown = []
         for shard in version_map.shards:
             state = self._shards[shard.id]
@@ -181,8 +183,8 @@ class StagedVersion:
         self._find(unknown)
 
     def install_folder(self) -> Path:
-        """Return a folder that has the version's file and no parts. Raises Retryable if bytes are missing, and
-        Permanent if the version is not for engines of this host."""
+        """Return a folder that contains the version's received file and no staged parts. Raises Retryable if bytes are
+        missing, and Permanent if the version is not for engines of this host."""
         if any(state.in_parts and state.map.id in self.at_home for state in self._shards.values()):
             self.check()
         if missing := self.missing():
@@ -199,9 +201,9 @@ class StagedVersion:
         return apart
 
     def take_content_sum(self) -> None:
-        """Compute the checksum of the install folder in advance, because it takes long. The version must be complete
-        and checked. If there are no block checksums, the method does nothing, because a change of the bytes would not
-        be detected."""
+        """Compute the checksum of the install folder in advance, because the computation takes long. The version must
+        be complete and checked. If there are no block checksums, the method does nothing, because a change of the bytes
+        would not be detected."""
         if self._model_has and all(state.map.sums for state in self._shards.values()):
             with suppress(Retryable, BrokenCheckpoint):  # the load reports these errors
                 self._content = self._bytes, folder_sum(self.install_folder())
@@ -212,8 +214,8 @@ class StagedVersion:
 
     @property
     def _bytes(self) -> tuple[object, ...]:
-        """Return a key that changes with the bytes that engines load. Overwriting a block with other bytes increases
-        `disagreed`."""
+        """Return a key that changes with the bytes that engines load. If a block is overwritten with other bytes,
+        `disagreed`, which is part of the key, increases."""
         return self.identity, frozenset(self._model_has), self.disagreed
 
     @property
@@ -224,7 +226,8 @@ class StagedVersion:
         return f"{self.map.version}:{xxhash.xxh3_64_hexdigest(repr((self.map.tensors, shards)).encode())}"
 
     def is_same(self, order: OpenVersion) -> bool:
-        """Return whether an order is for the same shards and unchanged files. Checksums are not compared."""
+        """Return whether the order is for the shards and parts that are already open and the parts' files are
+        unchanged. Checksums are not compared."""
 
         def without_sums(map: VersionMap) -> VersionMap:
             return replace(map, shards=tuple(replace(shard, sums=()) for shard in map.shards))
@@ -257,8 +260,8 @@ class StagedVersion:
         return SourceFile(number, layout.places, part.boxes)
 
     def _located(self, shard: ShardMap, sources: Sequence[SourceFile]) -> _Shard:
-        """Return the position of a shard in the staged parts, or in the received file if the parts lack bytes of the
-        shard."""
+        """Return the state of a shard, with its position in the staged parts. If the parts lack bytes of the shard, the
+        position is in the received file."""
         try:
             state = _Shard(shard, locate(shard, self._tensors, sources), in_parts=True)
         except ValueError:  # some of it was not staged here: it is received
@@ -272,7 +275,7 @@ class StagedVersion:
         return locate(shard, self._tensors, [SourceFile(_MODEL, self._layout.places)])
 
     def _open_model(self, shards: Sequence[_Shard]) -> bool:
-        """Open the received file and allocate pages for these shards; return whether the file already existed."""
+        """Open the received file and allocate pages for these shards; return whether a usable file already existed."""
         path = self.folder / MODEL_FILE
         earlier = _is_laid_out(path, self._layout)
         spans = [(np.array([0]), np.array([len(self._layout.header)]))]
@@ -303,8 +306,8 @@ class StagedVersion:
         return earlier
 
     def _find(self, shards: Iterable[_Shard]) -> None:
-        """Verify the blocks that an earlier run has left in the file. Holes are skipped, because reading would fill
-        them."""
+        """Verify the blocks that an earlier run has left in the received file. Holes are skipped, because reading would
+        fill them."""
         shards = [state for state in shards if state.map.sums and not state.in_parts]
         if not self._was_there or not shards:
             return
@@ -319,7 +322,8 @@ class StagedVersion:
         self._in_threads(self._verify, wanted)
 
     def _copy_out_of_parts(self, shards: Sequence[_Shard]) -> None:
-        """Copy these shards from parts into the file that engines load, except blocks with wrong checksums."""
+        """Copy these shards from parts into the received file, which engines load. Blocks with wrong checksums are not
+        copied."""
         if lacking := [state for state in shards if state.map.id not in self._model_has]:
             if len(self._files[_MODEL]):
                 lacking += [state for state in self._shards.values() if state.map.id in self._model_has]
@@ -364,8 +368,8 @@ class StagedVersion:
             self._judge(state, block, sum)
 
     def _data(self, state: _Shard, offset: int, size: int) -> memoryview:
-        """Return a range of a shard of at most one block. Bytes that are not contiguous are copied into a buffer that
-        the thread reuses."""
+        """Return the bytes of a range of a shard. The range is at most one block long. Bytes that are not contiguous
+        are copied into a buffer that the thread reuses."""
         if (data := self.view(state.map.id, offset, size)) is None:
             if not hasattr(self._own, "memory"):
                 self._own.memory = np.empty(self.map.block_bytes, dtype=np.uint8).data
@@ -374,7 +378,8 @@ class StagedVersion:
         return data
 
     def _judge(self, state: _Shard, block: int, sum: str) -> None:
-        """Mark a block as present or missing by its computed checksum. The caller holds the shard's lock."""
+        """Mark a block as present if `sum` is its expected checksum, and as missing otherwise. The caller holds the
+        shard's lock."""
         offset, size = self._range(state, block)
         state.agreed[block] = sum == state.map.sums[block]
         if state.agreed[block]:
@@ -389,8 +394,8 @@ class StagedVersion:
         state.changed.notify_all()
 
     def _completed(self, state: _Shard, offset: int, size: int) -> list[int]:
-        """Return the blocks that are complete after these bytes have arrived. Some of these bytes may have been present
-        earlier. The caller holds the shard's lock."""
+        """Return the numbers of the blocks that are complete once these bytes have arrived. Some of these bytes may
+        have been present earlier. The caller holds the shard's lock."""
         found = []
         for block in range(offset // self.map.block_bytes, -(-(offset + size) // self.map.block_bytes)):
             first, length = self._range(state, block)
@@ -430,7 +435,7 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _mapped(path: Path) -> Bytes:
-    """Map a file into writable memory. The mapping lives as long as its views, even after the file was deleted."""
+    """Map a file into writable memory. The mapping lives as long as its views, even if the file is deleted."""
     with path.open("r+b") as file:
         return np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)
 
@@ -443,7 +448,8 @@ def _is_laid_out(path: Path, layout: FileLayout) -> bool:
 
 
 def _is_written(run: ByteRun, written: Ints) -> bool:
-    """Return whether no byte of the run is in a hole of the file. `written` has (start, end) of data, ascending."""
+    """Return whether no byte of the run is in a hole of the file. `written` has the (start, end) of each range with
+    data, in ascending order."""
     starts = run.start + run.stride * np.arange(run.times, dtype=np.int64)
     places = np.searchsorted(written[:, 0], starts, side="right") - 1
     return bool((places >= 0).all() and (starts + run.length <= written[places, 1]).all())

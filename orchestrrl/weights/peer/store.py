@@ -1,6 +1,7 @@
 """Manage the folder of one peer: a subfolder per version, a lock against other peers, and state that outlives the peer.
 
-    LOCK, peer.json
+    LOCK                        locked while a peer uses the folder
+    peer.json                   state that outlives the peer
     v7/state.json               description of the version, written before any of its bytes arrives
     v7/model.safetensors        received; engines install from it
     v7/part-RANK.safetensors    staged by a trainer's rank of this host
@@ -74,7 +75,8 @@ class VersionStore:
     def open(self, order: OpenVersion) -> StagedVersion:
         """Open a version with its stored bytes. A version that is already open stays open if nothing but its checksums
         has changed. Otherwise it is opened again from its files. Raises ProblemFaults if the map is inconsistent,
-        Retryable if the version will fit after others are discarded, and Permanent if the version cannot be stored."""
+        Retryable if the version will fit after other versions are discarded, and Permanent if the version cannot be
+        stored."""
         if faults := _faults(order):
             raise ProblemFaults(faults)
         with self._changing:
@@ -101,8 +103,8 @@ class VersionStore:
 
     def keep(self, versions: Collection[int]) -> list[int]:
         """Discard all versions except `versions`, including parts staged for older versions that were never opened;
-        return the discarded versions. Parts that a trainer still holds are kept, even if they are of an older version.
-        Newer versions that were not opened are also kept."""
+        return the discarded versions. Parts on which a trainer still holds a lock are kept, even if their version is
+        older. Newer versions that were not opened are also kept."""
         with self._changing:
             newest = max(versions, default=-1)
             discarded = []
@@ -127,7 +129,8 @@ class VersionStore:
         return self.folder / f"v{version}"
 
     def note_installed(self, engine: EngineId, identity: str) -> None:
-        """Store persistently which version was installed into an engine. An empty identity means that it is unknown."""
+        """Store persistently which version was installed into an engine. An empty identity means that the version is
+        unknown."""
         with self._changing:
             self._note(replace(self.state, installed={**self.state.installed, engine: identity}))
 
@@ -140,7 +143,7 @@ class VersionStore:
         self.state = state
 
     def close(self) -> None:
-        """Release the folder for another peer. The stored versions stay in it."""
+        """Release the folder for another peer. The stored versions remain in the folder."""
         self.versions.clear()
         os.close(self._locked)
 
@@ -174,8 +177,8 @@ class VersionStore:
         logger.log(level, "version %d: found in %s, %d bytes hashed, %d missing", version, folder, hashed, lacking)
 
     def _replace_others(self, folder: Path, map: VersionMap) -> None:
-        """Discard received files of another version with the same number. Parts are kept, because trainers replace
-        them."""
+        """Discard the received file in the folder if it belongs to another version with the same number. Parts are
+        kept, because trainers replace them."""
         if not (folder / STATE_FILE).exists():
             return
         state = _read(folder / STATE_FILE, _STATE)
@@ -219,8 +222,8 @@ def _faults(order: OpenVersion) -> list[str]:
 
 def _lock(folder: Path) -> int:
     """Lock the folder until `close` or the end of the process; return the descriptor of the lock. Raises Permanent if
-    the folder cannot be used, another peer uses it, or it is a link or belongs to another user, as is possible in a
-    world-writable parent."""
+    the folder cannot be used or another peer uses it. Also raises Permanent if the folder is a link or belongs to
+    another user, which is possible in a world-writable parent folder."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():

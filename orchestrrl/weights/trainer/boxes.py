@@ -1,8 +1,9 @@
-"""Pieces of a version in a trainer rank: each is a box of a whole tensor with its values. Does not import torch.
+"""Pieces of a version in a trainer rank. Each piece is a box of a whole tensor with its values.
 
 This module maps sharded tensors (DTensor placements) to boxes of the whole tensor, and decides which rank of a host
 stages a piece that several ranks have. If torch.distributed runs, the ranks exchange the keys of their pieces in a
-collective call, first at the first publication and then only when the boxes of a rank change.
+collective call, first at the first publication and then only when the boxes of a rank change. The module does not
+import torch.
 """
 
 import itertools
@@ -23,8 +24,9 @@ SPLIT_BYTES = 1024 * 1024  # smaller pieces are not split: one rank stages the w
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """A box of a tensor and its values. `values` is an array or a tensor of the box's shape, on any device, with any
-    strides. Its elements have `meta.dtype`, or are converted to that dtype when they are copied."""
+    """A box of a tensor and its values. `meta` describes the whole tensor. `values` is an array or a tensor of the
+    box's shape, on any device, with any strides. Its elements have `meta.dtype`, or are converted to that dtype when
+    they are copied."""
 
     meta: TensorMeta
     box: Box
@@ -92,7 +94,8 @@ def divided(shape: Sequence[int], cuts: Sequence[AxisCut]) -> tuple[tuple[Range,
 
 
 def blocks(axes: Sequence[Sequence[Range]]) -> Iterator[tuple[Box, Box]]:
-    """Yield each box of these ranges as a pair: the box in the rank's own tensor, and the box in the whole tensor."""
+    """Yield each box that these ranges form as a pair: the box in the rank's own tensor, and the box in the whole
+    tensor."""
     placed: list[list[tuple[Range, Range]]] = []
     for ranges in axes:
         at, found = 0, []
@@ -106,8 +109,8 @@ def blocks(axes: Sequence[Sequence[Range]]) -> Iterator[tuple[Box, Box]]:
 
 def to_stage(pieces: Sequence[TensorPiece], rank: int, holders: Mapping[int, Sequence[int]]) -> list[TensorPiece]:
     """Return the pieces that this rank stages. If several ranks of the host have a piece, each rank stages an equal
-    share of its rows; a small piece is staged by one rank. `holders` has the ranks of this host that have a piece, by
-    `TensorPiece.key`."""
+    share of its rows. A small piece is staged by only one of them. `holders` has the ranks of this host that have a
+    piece, by `TensorPiece.key`."""
     own: list[TensorPiece] = []
     for piece in pieces:
         ranks = sorted(holders.get(piece.key, (rank,)))
@@ -165,8 +168,8 @@ class HostRanks:
 
 
 class TrainerRanks:
-    """The publishing ranks: the ranks of `group`, or all ranks of torch.distributed. `run` identifies this start of the
-    trainer. If it is empty and torch.distributed runs, rank 0 chooses a name for all ranks."""
+    """The publishing ranks: the ranks of `group` or, if it is None, all ranks of torch.distributed. `run` identifies
+    this start of the trainer. If it is empty and torch.distributed runs, rank 0 chooses a name for all ranks."""
 
     def __init__(self, rank: int, world: int, peer: str, group: Any = None, run: str = "") -> None:
         self._rank, self._world, self._peer, self._group = rank, world, peer, group
@@ -176,9 +179,9 @@ class TrainerRanks:
         self._keys: tuple[int, ...] = ()
 
     def neighbours(self, pieces: Sequence[TensorPiece]) -> HostRanks:
-        """Exchange the keys of pieces with the other ranks; return the ranks of this host that have the same pieces.
-        This is a collective call, unless there is only one rank. Raises Permanent if rank and world differ from
-        torch.distributed's."""
+        """Exchange the keys of pieces with the other ranks; return the ranks of this host that have the same pieces. If
+        torch.distributed runs and there are several ranks, this is a collective call. Otherwise, no holders are
+        returned. Raises Permanent if the rank or the number of ranks differs from torch.distributed's."""
         distributed = self._distributed()
         if distributed is None:
             # Without torch.distributed, each rank stages all of its pieces.
@@ -219,7 +222,7 @@ class TrainerRanks:
         return HostRanks(told[0][1], {key: tuple(ranks) for key, ranks in holders.items()})
 
     def _gathered(self, distributed: Any, own: object) -> list[Any]:
-        """Gather one object from each rank; return the objects sorted by rank."""
+        """Gather one object from each rank; return the objects sorted by rank. `own` is the object of this rank."""
         told: list[Any] = [None] * self._world
         distributed.all_gather_object(told, own, group=self._group)
         return told

@@ -106,7 +106,7 @@ class ModelOptions(PublishOptions, total=False):
 
 
 class PublishInProgress:
-    """The handle of a running publication. Thread-safe."""
+    """The handle of a running publication. Its methods may be called from any thread."""
 
     def __init__(self, version: int) -> None:
         self.version = version
@@ -118,9 +118,9 @@ class PublishInProgress:
 
     def result(self, timeout_s: float | None = None) -> SyncReport:
         """Wait until the sync is done or superseded by a newer version; return its report. Raises SyncAborted if
-        engines keep the previous version, Permanent or ProblemFaults if the daemon rejects the publication, Retryable
-        or OutcomeUnknown if the daemon is unreachable for longer than the client's `patience_s`, and Retryable if the
-        sync takes longer than `timeout_s`."""
+        engines keep the previous version, and Permanent or ProblemFaults if the daemon rejects the publication. Raises
+        Retryable or OutcomeUnknown if the daemon is unreachable for longer than the client's `patience_s`, and
+        Retryable if the sync takes longer than `timeout_s`."""
         try:
             report = self._future.result(timeout_s)
         except CancelledError:
@@ -193,7 +193,8 @@ class WeightsClient:
         return self.start_publish(version, model, **options).result()
 
     def start_publish(self, version: int, model: Any, **options: Unpack[ModelOptions]) -> PublishInProgress:
-        """Start to publish as `publish` does, but return as soon as the model may change again."""
+        """Start to publish as `publish` does, but return as soon as the model may change again. Raises Permanent for a
+        direct backend, which supports only `publish`."""
         if (backend := options.get("backend", TREE)) != TREE:
             raise Permanent(
                 f"backend {backend!r} does not support start_publish, because it sends from the trainer's process;"
@@ -228,9 +229,10 @@ class WeightsClient:
         return self._publish(version, pieces, ArrayCopies(), began_s, options)
 
     def next_version(self) -> int:
-        """Return a number above every version that the fleet has or is receiving, for a trainer that starts or
-        restarts. The daemon rejects a committed version number with other content. Every rank must call this method.
-        Raises Retryable or OutcomeUnknown if the daemon is unreachable for longer than the client's `patience_s`."""
+        """Return a number above every version that the fleet has or is receiving. A trainer that starts or restarts
+        uses it for its first version, because the daemon rejects a committed version number with other content. Every
+        rank must call this method. Raises Retryable or OutcomeUnknown if the daemon is unreachable for longer than the
+        client's `patience_s`."""
         return self._ranks.of_the_first(lambda: self._submit(self._next_version()).result())
 
     def close(self) -> None:
@@ -377,8 +379,8 @@ class WeightsClient:
     async def _follow(
         self, publication: Publication, handle: PublishInProgress, on_report: Callable[[SyncReport], None]
     ) -> SyncReport:
-        """Publish to the daemon, follow the sync until it is over, and return its report. If the connection is lost,
-        publish again."""
+        """Publish to the daemon, follow the sync until it is over, and return its report. Publish again after a loss of
+        the connection."""
         request = weights_pb2.PublishRequest(publication_json=PUBLICATION.dump_json(publication).decode())
         rng = random.Random(f"{publication.run} {publication.rank} {publication.version}")
         failures, since_s = 0, 0.0  # number of consecutive failures, and time of the first

@@ -1,8 +1,8 @@
 """Map a Megatron rank's fused and sharded tensors to pieces of whole tensors under Hugging Face's names.
 
 `linear_qkv` has the rows of one KV group after another. `linear_fc1` of a gated MLP has this rank's rows of the gate
-projection, followed by its rows of the up projection. Vocabulary tensors have padding rows. Layers are numbered from 0
-on each stage, and experts from 0 on each rank. Tensors are not gathered: every piece is a view of the rank's own
+projection, followed by its rows of the up projection. Vocabulary tensors may have padding rows. Layers are numbered
+from 0 on each stage, and experts from 0 on each rank. Tensors are not gathered: every piece is a view of the rank's own
 tensor. Names are those of Megatron-core's GPTModel, with local layers and with Transformer Engine's layers, in which a
 norm is part of the following linear layer.
 """
@@ -50,7 +50,8 @@ def megatron_pieces(
     rename: Callable[[str], str | None] = lambda name: name,
 ) -> list[TensorPiece]:
     """Return the pieces of a rank's tensors. `chunks` has the tensors by Megatron's names, one mapping for each
-    pipeline chunk; `dtype_of` returns the published dtype. Tensors that are not parameters of the model are not
+    pipeline chunk. `dtype_of` returns the dtype in which a tensor is published. `rename` returns the name under which a
+    tensor is published, or None to leave the tensor out. Tensors that are not parameters of the model are not
     published. Raises Permanent, listing the tensors, if tensors are missing or have an unexpected shape."""
     named = _through_the_model(chunks, shards)
     faults: list[str] = []
@@ -67,8 +68,8 @@ def megatron_pieces(
 
 
 def _through_the_model(chunks: Sequence[Mapping[str, Any]], shards: MegatronShards) -> dict[str, Any]:
-    """Return all tensors by name, with the layer numbers of the whole model. Raises Permanent if a layer number exceeds
-    the number of layers of the stage."""
+    """Return the tensors of all chunks by name, with the layer numbers of the whole model. Raises Permanent if a layer
+    number exceeds the number of layers of the stage."""
     layout = shards.layout
     stage = shards.rank // (len(layout.endpoints) // layout.pp)
     layers = [layer for layer in range(shards.model.layers) if stage in layout.stages(layer)]
@@ -113,7 +114,8 @@ def _blocks_of(
 
 
 def _parts(parameter: Parameter, box: Box) -> Iterator[tuple[str, int, Box, tuple[int, ...]]]:
-    """Split a box of a fused parameter; yield (name, start, box, shape) of each part."""
+    """Split a box of a fused parameter into the parameter's parts. Yield (name, start, box, shape) of each part: its
+    name, its start on the split axis, its box in the fused parameter, and the shape of the whole part."""
     axis, start = parameter.split.axis, 0
     if axis is None or not parameter.split.parts:
         yield "", 0, box, parameter.shape
@@ -141,7 +143,7 @@ def _tensors(
     parameter: Parameter, local: LocalShard, model: TransformerParameters, named: Mapping[str, Any], faults: list[str]
 ) -> dict[int, Any]:
     """Return this rank's tensors of a parameter by expert number. For a parameter without experts, the only tensor has
-    number 0."""
+    number 0. Adds a fault for each tensor that is missing or has an unexpected shape."""
     first, last = local.boxes[0][0] if parameter.split.has_experts else (0, 1)
     found = {}
     for number in range(first, last):

@@ -19,7 +19,8 @@ class ControlState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OperatorControl:
-    """The operator's pin or override, in force until it is released or `expires_s` is reached (None: never)."""
+    """The operator's pin or override. It is in force until it is released or `expires_s` is reached; None means that it
+    does not expire."""
 
     state: ControlState = ControlState.FREE
     configuration: ConfigurationId | None = None
@@ -43,11 +44,11 @@ FREE = OperatorControl()
 
 @dataclass(frozen=True, slots=True)
 class PlanProposal:
-    """The inputs of plan admission."""
+    """The inputs of plan admission: a proposed change, its costs, and the current state of the deployment."""
 
     now_s: float
     decision: str  # reconfigure: engines change; rebalance: only requests move; keep
-    current: str  # description of the current fleet; empty: none or unknown
+    current: str  # description of the current fleet; empty: no fleet, or unknown
     proposed: str | None  # description of the proposed fleet; None: nothing is feasible
     current_makespan_s: float | None  # None: unknown, so that no gain can be shown
     makespan_s: float | None  # without the cost
@@ -56,8 +57,8 @@ class PlanProposal:
     inputs_age_s: float | None  # of the oldest input; None: something was never reported
     last_redeploy_s: float | None = None
     moves: int = 0
-    return_s: float = 0.0  # by which the next step may take longer because it begins with the proposed fleet
-    wait_s: float = 0.0  # until it can be proposed again
+    return_s: float = 0.0  # by which the next step may take longer if it begins with the proposed fleet
+    wait_s: float = 0.0  # until the change can be proposed again
     later_gain_s: float = 0.0  # additional gain if the change waits for `wait_s`
     sooner_in: tuple[int, int] | None = None  # length samples in which the step ends sooner, and their total
     infeasible: str = "no configuration can serve the requests on these GPUs"  # reason if nothing is proposed
@@ -68,7 +69,8 @@ class PlanProposal:
 
     @property
     def gain_s(self) -> float | None:
-        """The number of seconds by which the step ends sooner, minus the costs; None if unknown."""
+        """The time, in seconds, by which the change ends the step sooner, minus the costs; None if either makespan is
+        unknown."""
         if self.current_makespan_s is None or self.makespan_s is None:
             return None
         return self.current_makespan_s - self.makespan_s - self.cost_s
@@ -89,7 +91,8 @@ class AdmissionLimits:
     rebalance_share: float = 0.0  # share of the time until the end that moving requests alone must gain
 
     def least_gain_s(self, decision: str, current_s: float) -> float:
-        """Return the minimum gain in seconds of a change, given that the step ends after `current_s` without it."""
+        """Return the minimum gain, in seconds, that a change must have if the step would otherwise end after
+        `current_s`."""
         return max(self.epsilon_s, self.rebalance_share * current_s) if decision == "rebalance" else self.epsilon_s
 
 
@@ -99,10 +102,10 @@ def judge(proposal: PlanProposal, limits: AdmissionLimits, mode: Mode, control: 
 
     Codes of Hold, in the order of the checks: nothing_to_do, stale_telemetry, the code of `underway`, pinned,
     no_step_times, infeasible, already_deployed, no_baseline, gain_too_small, gain_unsure, better_later, cooldown, the
-    code of `blocked`, advise_only. Codes of Act: gain, overridden. The checks for pins, cooldown and `blocked` apply
-    only to a reconfiguration, because moving requests leaves the deployment unchanged. An override is carried out even
-    if no requests are in flight. It skips the checks of the gain (no_baseline to cooldown), but never the checks that
-    protect the fleet.
+    code of `blocked`, advise_only. Codes of Act: gain, overridden. The checks for pins, cooldown and `blocked` do not
+    apply to a rebalance, because moving requests leaves the deployment unchanged. An override is carried out even if no
+    requests are in flight. It skips the checks from no_baseline to cooldown, but never the checks that protect the
+    fleet.
     """
     control = control.at(proposal.now_s)
     overridden = control.state is ControlState.OVERRIDDEN and proposal.reconfigures
@@ -142,7 +145,7 @@ def _ruled_out(proposal: PlanProposal, limits: AdmissionLimits, control: Operato
 
 
 def too_weak(proposal: PlanProposal, limits: AdmissionLimits) -> Hold | None:
-    """Return the reason why the proposal's gain does not justify the change, or None if it justifies the change."""
+    """Return the reason why the proposal's gain does not justify the change, or None if it does."""
     gain_s = proposal.gain_s
     if gain_s is None:
         return Hold("no_baseline", "the deployed configuration is unknown, so the gain cannot be calculated")

@@ -21,8 +21,8 @@ class Calibration:
     bias: float | None = None  # mean (predicted - actual) / actual: > 0 where steps end sooner than predicted
 
     def after(self, outcomes: Iterable[tuple[float, float]]) -> "Calibration":
-        """Return a copy that includes the plans of one step, given as (predicted, actual) seconds. The predictions must
-        be uncorrected."""
+        """Return a copy that includes the plans of one step, given as pairs of predicted and actual times in seconds.
+        The predicted times must be uncorrected."""
         pairs = [(predicted_s, actual_s) for predicted_s, actual_s in outcomes if actual_s > 0]
         if not pairs:
             return self
@@ -33,7 +33,8 @@ class Calibration:
 
     @property
     def correction(self) -> float:
-        """The factor for predicted decoding times. Redeployment and migration costs are not corrected."""
+        """The factor by which predicted decoding times are multiplied. Redeployment and migration costs are not
+        corrected."""
         if self.bias is None or self.steps < STEPS_NEEDED:
             return 1.0
         return min(MOST, max(1 / MOST, 1 / max(1 + self.bias, 1e-9)))

@@ -1,9 +1,9 @@
-"""The protocol of one edge over its link. The sender announces and sends pieces of a byte range, and sends keepalives
-while no piece is ready.
+"""The protocol by which the sender and the receiver of an edge transfer a byte range over a link. The sender announces
+and sends pieces of the range, and sends keepalives while no piece is ready.
 
 An announcement has 8 bytes: the number of pieces that follow, which is 0 for a keepalive, and the index of the first
-piece. Both endpoints cut the range into the same pieces, so no further metadata is sent, and the transfer ends with the
-range. A sender that is itself waiting for bytes from another peer sends keepalives; a dead sender sends none.
+piece. Both endpoints cut the range into the same pieces, so no further metadata is sent. The transfer ends after the
+last piece. A sender that is itself waiting for bytes from another peer sends keepalives; a dead sender sends none.
 """
 
 import hashlib
@@ -33,29 +33,32 @@ Pieces = Sequence[tuple[int, int]]
 
 
 class LocalVersion(Protocol):
-    """A version on this host, complete or being received. Thread-safe; implemented in `peer/staged.py`."""
+    """A version of the weights on this host, complete or being received. Its methods are thread-safe. They are
+    implemented in `peer/staged.py`."""
 
     map: VersionMap
 
     def view(self, shard: str, offset: int, size: int) -> memoryview | None:
-        """Return the bytes without a copy if they are contiguous in a file, else None. The view is writable if the
-        version is being received."""
+        """Return a view of `size` bytes of the shard at `offset`, or None if they are not contiguous in a file. The
+        view is writable if the version is being received."""
         ...
 
     def read(self, shard: str, offset: int, into: memoryview) -> None:
-        """Copy bytes that have arrived into `into`. The bytes need not be contiguous in the file."""
+        """Fill `into` with the bytes of the shard at `offset`. They must have arrived, but need not be contiguous in a
+        file."""
         ...
 
     def write(self, shard: str, offset: int, data: memoryview) -> None:
-        """Copy `data` into the file. The caller must call `arrived` afterwards."""
+        """Write `data` to the shard at `offset`. The caller must call `arrived` afterwards."""
         ...
 
     def arrived(self, shard: str, offset: int, size: int) -> None:
-        """Mark a range as received, after it was filled by `write` or through `view`, and wake waiting readers."""
+        """Mark a range of the shard as received and wake waiting readers. The range must have been filled by `write` or
+        through `view`."""
         ...
 
     def wait(self, shard: str, offset: int, size: int, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` until the whole range has arrived; return whether it has arrived."""
+        """Wait up to `timeout_s` until the whole range of the shard has arrived; return whether it has arrived."""
         ...
 
     def missing(self) -> dict[str, tuple[Range, ...]]:
@@ -64,14 +67,16 @@ class LocalVersion(Protocol):
 
 
 class EdgeEnded(Exception):
-    """Raised in the thread of an edge after the edge was ended from outside."""
+    """Raised in the thread of an edge after another thread has ended the edge."""
 
 
 @dataclass(eq=False)
 class EdgeRun:
-    """The state of an edge at one of its endpoints. Only the edge's thread writes fields that have no lock.
+    """The state of an edge at one of its endpoints.
 
     `on_began` is called before pieces are sent or received. `on_moved` is called with the size of each completed piece.
+    The lock in `peer/carry.py` guards `thread`, `link` and `outcome`. Only the edge's thread writes `moved_bytes` and
+    `began_s`.
     """
 
     version: int
@@ -91,15 +96,15 @@ class EdgeRun:
 
     @property
     def link_key(self) -> str:
-        """Return the key by which the two endpoints find each other. It contains a digest of the edge, so that an edge
-        of another plan with the same id has another key."""
+        """The key with which the sender dials and the receiver accepts the link. It contains a digest of the edge, so
+        that an edge of another plan with the same id has another key."""
         edge = self.edge
         what = (edge.shard, edge.offset, edge.bytes, edge.src, edge.dst, piece_bytes(edge.rate_gbps, self.chunk_bytes))
         return f"{self.version}/{edge.id}/{hashlib.blake2s(repr(what).encode(), digest_size=8).hexdigest()}"
 
     @property
     def pieces(self) -> Pieces:
-        """Return (offset in the shard, size) of each piece, in bytes."""
+        """The offset in the shard and the size of each piece, both in bytes."""
         step = piece_bytes(self.edge.rate_gbps, self.chunk_bytes)
         end = self.edge.offset + self.edge.bytes
         # Cut at multiples of the piece size from the start of the shard, as the edges of other peers do.
@@ -111,22 +116,22 @@ class EdgeRun:
         return min(LONGEST_BEAT_S, self.stall_s / BEATS)
 
     def pause(self, seconds: float = 0.0) -> None:
-        """Wait for `seconds`. Raises EdgeEnded if the edge was ended."""
+        """Wait for `seconds`. Raises EdgeEnded immediately if the edge has been ended or is ended during the wait."""
         if self.let_go.is_set() or (seconds > 0 and self.let_go.wait(seconds)):
             raise EdgeEnded
 
 
 def piece_bytes(rate_gbps: float, chunk_bytes: int) -> int:
-    """Return the size of one piece in bytes: `chunk_bytes`, or less at a low rate. Both endpoints compute the same
-    size."""
+    """Return the size of one piece in bytes: `chunk_bytes`, or fewer bytes at a low rate. Both endpoints compute the
+    same size."""
     if not rate_gbps:
         return chunk_bytes
     return min(chunk_bytes, max(LEAST_PIECE_BYTES, int(rate_gbps * 1e9 / 8 * PIECE_S)))
 
 
 class Pacer:
-    """A token bucket with a capacity of `burst_bytes`. A sender that needs more bytes than the bucket contains must
-    wait."""
+    """A token bucket that is filled at `rate_gbps` and has a capacity of `burst_bytes`. A sender that needs more bytes
+    than the bucket contains must wait."""
 
     def __init__(self, rate_gbps: float, burst_bytes: int) -> None:
         if rate_gbps < 0:
@@ -137,8 +142,8 @@ class Pacer:
         self._at_s: float | None = None
 
     def take(self, size: int, now_s: float) -> float:
-        """Take `size` bytes from the bucket; return the time in seconds to wait before they are sent. The time is 0 if
-        the edge has no rate limit."""
+        """Take `size` bytes from the bucket; return the time, in seconds, to wait before they are sent. The time is 0
+        if the edge has no rate limit."""
         if not self._bytes_per_s:
             return 0.0
         passed_s = max(0.0, now_s - self._at_s) if self._at_s is not None else 0.0
@@ -158,7 +163,8 @@ class _Flight:
         self._pending: deque[tuple[PendingChunk, Callable[[], None], memoryview | None]] = deque()
 
     def view(self, offset: int, size: int) -> tuple[memoryview, memoryview | None]:
-        """Return the memory for a piece, and the reused buffer that contains it, or None if the memory is in a file."""
+        """Return the memory for a piece and the reused buffer that contains it. The buffer is None if the memory is in
+        a file."""
         view = self._run.staged.view(self._run.edge.shard, offset, size)
         if view is not None:
             return view, None
@@ -181,8 +187,8 @@ class _Flight:
 
 
 def send(link: OutgoingLink, run: EdgeRun) -> None:
-    """Send all bytes of the edge as they become available. Raises LinkBroken if the link breaks, EdgeEnded if the edge
-    is ended from outside, and the errors of reading the bytes."""
+    """Send all bytes of the edge as they become available. Raises LinkBroken if the link breaks, EdgeEnded if another
+    thread ends the edge, and any error that occurs when the bytes are read."""
     flight, number = _Flight(run), 0
     staged, shard, pieces = run.staged, run.edge.shard, flight.pieces
     pacer = Pacer(run.edge.rate_gbps, flight.most_bytes)
@@ -214,8 +220,8 @@ def send(link: OutgoingLink, run: EdgeRun) -> None:
 
 
 def receive(link: IncomingLink, run: EdgeRun) -> None:
-    """Receive all bytes of the edge. Raises LinkBroken if the link breaks, EdgeEnded if the edge is ended from outside,
-    and the errors of writing the bytes."""
+    """Receive all bytes of the edge. Raises LinkBroken if the link breaks, EdgeEnded if another thread ends the edge,
+    and any error that occurs when the bytes are written."""
     flight, number = _Flight(run), 0
     staged, shard, pieces = run.staged, run.edge.shard, flight.pieces
     heard = memoryview(bytearray(ANNOUNCEMENT.size))

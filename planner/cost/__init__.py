@@ -1,1 +1,1 @@
-"""Step times and costs of engines: hardware, models, roofline, profiles, fits."""
+"""Step times and costs of engines: hardware, models, roofline, profiles and fits."""

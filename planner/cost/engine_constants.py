@@ -1,8 +1,8 @@
-"""Efficiencies and fixed times of inference engines relative to their hardware, with priors.
+"""Constants of inference engines, with priors: efficiencies relative to the hardware, and fixed times.
 
-All models share one set of constants. The constants of an engine are those of TensorRT-LLM, with factors on five of
-them. Every constant has a prior, which consists of a generally known value and the factor by which this value may
-plausibly be wrong. Examples are the efficiency of kernels relative to the data sheet and the latency of an all-reduce.
+All models share one set of constants. Examples are the efficiency of kernels relative to the data sheet and the latency
+of an all-reduce. The constants of an engine are those of TensorRT-LLM, with factors on five of them. Every constant has
+a prior, which consists of a generally known value and the factor by which this value may plausibly be wrong.
 `fitted.py` contains the fitted values: one set fitted on all models, and one set for each model that is left out of the
 fit.
 """
@@ -18,14 +18,14 @@ Numbers = NDArray[np.float64] | float  # one value, or one per row
 
 @dataclass(frozen=True, slots=True)
 class EngineConstants:
-    """The constants of one engine. If the fields are arrays, they contain the constants of one engine per row."""
+    """The constants of one engine. Each field is a single value, or an array with one value per row of the fit."""
 
     hbm_efficiency: Numbers  # share of the data sheet's bandwidth when reading weights
     kv_efficiency: Numbers  # the same when reading the KV cache
     gemm_efficiency: Numbers  # share of the data sheet's rate in decode
     prefill_efficiency: Numbers  # share of the data sheet's rate in prefill, 16-bit
     prefill_fp8_efficiency: Numbers
-    moe_prefill_efficiency: Numbers  # factor on the former for experts
+    moe_prefill_efficiency: Numbers  # factor on the prefill efficiency for experts
     four_bit_efficiency: Numbers  # factor on hbm_efficiency when reading 4-bit experts
     all_reduce_s: Numbers  # base latency of an all-reduce
     all_reduce_doubling_s: Numbers  # added for each doubling of the GPUs
@@ -112,7 +112,7 @@ MOE_ONLY = (
 
 
 def flat_priors() -> dict[str, ConstantPrior]:
-    """Return the priors of all fitted numbers by name. The factors of a backend have names such as `vllm.layer_s`."""
+    """Return the priors of all fitted constants by name. The factors of a backend have names such as `vllm.layer_s`."""
     factors = {
         f"{backend}.{name}": prior for backend, priors in BACKEND_PRIORS.items() for name, prior in priors.items()
     }
@@ -128,7 +128,8 @@ class UnknownBackend(ValueError):
 
 
 def constants_of(values: Mapping[str, float], backend: str) -> EngineConstants:
-    """Return the constants of one engine from the flat `values`."""
+    """Return the constants of the engine `backend`. `values` is keyed by the names of `flat_priors`. Raises
+    UnknownBackend if the backend is unknown."""
     if backend not in BACKENDS:
         raise UnknownBackend(f"unknown backend {backend!r}; known backends: {', '.join(BACKENDS)}")
     return EngineConstants(**{name: values[name] * values.get(f"{backend}.{name}", 1.0) for name in PRIORS})

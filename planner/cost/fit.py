@@ -1,9 +1,9 @@
-"""Fit curves to measurements: step times over (sequences, KV tokens), prefill and moves, with their errors. Has no side
+"""Fit curves to measured step times, prefill times and move times, and calculate the errors of the fits. Has no side
 effects.
 
 Errors are relative, so that steps of 5 ms and of 50 ms have equal weight. All coefficients are >= 0, so that a fitted
-step time never falls with load. The least squares use the active sets of Lawson and Hanson (1974), because importing
-scipy's solver takes longer than starting a daemon. Outliers, such as stalls, get little or no weight.
+step time never falls with load. The least-squares solver uses the active-set method of Lawson and Hanson (1974),
+because importing scipy's solver takes longer than starting a daemon. Outliers, such as stalls, get little or no weight.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class StepSample(NamedTuple):
 
 
 class TimedSample(NamedTuple):
-    """A measured size (tokens or bytes) and the seconds that it took."""
+    """The size of a measured operation, in tokens or bytes, and its duration in seconds."""
 
     size: float
     seconds: float
@@ -81,8 +81,8 @@ def fit_step(
     prefilled_tokens: Sequence[float] = (),
     robust: bool = True,
 ) -> StepFit:
-    """Fit a step time to the samples. It is affine if that is accurate enough, and otherwise has knots in the number of
-    sequences.
+    """Fit a step time to the samples. The fit is affine if its cross-validated error is then at most `line_is_enough`.
+    Otherwise it may be piecewise linear in the number of sequences.
 
     `prefilled_tokens` has, for each sample, the mean number of tokens that a step prefilled in addition to decoding. If
     `robust` is False, outliers keep their full weight. Raises TooFewSamples if there are fewer than 3 samples (4 with
@@ -103,7 +103,8 @@ def fit_step(
 
 
 def fit_curve(seen: Sequence[TimedSample], line_is_enough: float = LINE_IS_ENOUGH) -> CurveFit:
-    """Fit a curve of seconds over sizes. It is a line if that is accurate enough, and otherwise has knots.
+    """Fit a curve of seconds over sizes. It is a line if the cross-validated error of a line is at most
+    `line_is_enough`. Otherwise it may be piecewise linear.
 
     Raises TooFewSamples if all samples have the same size.
     """
@@ -117,7 +118,7 @@ def fit_curve(seen: Sequence[TimedSample], line_is_enough: float = LINE_IS_ENOUG
 
 
 def fit_rate(seen: Sequence[TimedSample]) -> tuple[float, FitError]:
-    """Fit a rate in units of size per second and a fixed time per sample; return the rate and the error of the fit.
+    """Fit a rate, in units of size per second, and a fixed time per sample; return the rate and the error of the fit.
 
     If the time hardly depends on the size, the rate is limited to the highest rate that can be distinguished given the
     variation of the times. Raises TooFewSamples if all samples have the same size.
@@ -133,11 +134,11 @@ def fit_rate(seen: Sequence[TimedSample]) -> tuple[float, FitError]:
 
 
 def refit_step(prior: EngineProfile, samples: Sequence[StepSample], weights: Floats, trust: float) -> StepFit:
-    """Adjust the prior's step time to the samples. Outside their range, the step time keeps the prior's shape.
+    """Adjust the prior's step time to the samples. Outside the samples' range, the step time keeps the prior's shape.
 
-    First, the whole step time is scaled to the samples. If the batches varied, the base time becomes `constant + scale
-    * prior + slope * sequences`, and the time per KV token is fitted separately. Each coefficient is pulled towards the
-    prior with the weight of `trust` samples.
+    First, the whole step time is scaled to the samples. If the batches varied, the time per KV token is then fitted
+    separately, and the base time becomes `constant + scale * prior + slope * sequences`. Each coefficient is pulled
+    towards the prior with the weight of `trust` samples. `weights` has the weight of each sample.
     """
     sequences, kv_tokens, step_s = _columns(samples)
     step = _scaled(prior.step, sequences, kv_tokens, step_s, weights)
@@ -212,7 +213,7 @@ def _fit(
     *,
     robust: bool = True,
 ) -> _Fitted:
-    """Return the coefficients >= 0 with the least relative error, with outliers downweighted if `robust`.
+    """Return the coefficients >= 0 with the least relative error. If `robust` is True, outliers get less weight.
 
     `design` is indexed by sample and column. `prior` has the expected coefficients and their weight, as a number of
     samples. Huber's weights are used first, because they converge to the majority of the samples from any start.
@@ -281,7 +282,8 @@ def _choose_knots(
 
 
 def _left_out_error(design: Floats, seconds: Floats, robust: bool) -> float:
-    """Return the mean relative error on samples left out of the fit. The error of each sample is limited to 1."""
+    """Return the mean relative error of samples that were left out of the fit (cross-validation). The error of each
+    sample is limited to 1."""
     fold = np.arange(len(seconds)) % FOLDS
     missed = np.empty_like(seconds)
     for number in range(min(FOLDS, len(seconds))):
@@ -292,7 +294,8 @@ def _left_out_error(design: Floats, seconds: Floats, robust: bool) -> float:
 
 
 def _design(sizes: Floats, knots: tuple[float, ...], others: Floats) -> Floats:
-    """Return the design matrix, indexed by sample and column: ones, the length within each segment, then `others`.
+    """Return the design matrix, indexed by sample and column. The columns are ones, the part of each size that lies in
+    each segment, and `others`.
 
     Segments lie between neighbouring knots, and the coefficient of a segment is its slope. The first and the last
     segment extend beyond the end knots, as in a Curve.

@@ -35,12 +35,14 @@ class GpuModel:
                 raise ValueError(f"{figure} must be > 0, got {getattr(self, figure)}")
 
     def multiplies(self, weight_bits: float) -> bool:
-        """Return whether `weight_bits` is below 16 and the GPU has tensor cores for such weights and activations."""
+        """Return whether `weight_bits` is below 16 and the GPU has tensor cores for weights and activations of that
+        format."""
         peak = self.fp4_flops if weight_bits < 8 else self.fp8_flops
         return weight_bits < 16 and peak > 0
 
     def flops_per_s(self, weight_bits: float) -> float:
-        """Return the peak rate for weights of `weight_bits`: the 16-bit rate if no tensor cores support them."""
+        """Return the peak rate, in FLOPS, for weights of `weight_bits`. If no tensor cores support such weights, this
+        is the 16-bit rate."""
         if not self.multiplies(weight_bits):
             return self.bf16_flops
         return self.fp4_flops if weight_bits < 8 else self.fp8_flops
@@ -68,7 +70,7 @@ class UnknownGpu(ValueError):
 
 
 def gpu_of_product(name: str) -> GpuModel:
-    """Look up a GPU by a product name as drivers report it, such as `NVIDIA A100-SXM4-80GB`.
+    """Look up a GPU by a product name as reported by drivers, such as `NVIDIA A100-SXM4-80GB`.
 
     Raises UnknownGpu if the product name does not contain a known GPU's name as a whole word. For example, GH200 does
     not match H200.
@@ -80,7 +82,7 @@ def gpu_of_product(name: str) -> GpuModel:
 
 
 def gpu_named(name: str) -> GpuModel:
-    """Look up a GPU by its name, in any case, with or without a form factor (`h100_sxm`).
+    """Look up a GPU by its name, regardless of case, with or without a form factor (`h100_sxm`).
 
     Raises UnknownGpu if the name is not in `GPUS`.
     """

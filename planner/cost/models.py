@@ -9,7 +9,7 @@ BF16_BITS = 16.0
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A decoder-only transformer. Sizes are in elements, not bytes; `experts` is 0 for dense models."""
+    """A decoder-only transformer. Sizes are in elements, not bytes. Dense models have 0 `experts`."""
 
     name: str
     layers: int
@@ -43,7 +43,7 @@ class Model:
 
     @property
     def dense_ffn_params(self) -> int:
-        """The number of parameters of the gate, up and down projections of one layer that process every token."""
+        """The number of parameters of one layer's gate, up and down projections through which every token passes."""
         return 3 * self.hidden * self.ffn
 
     @property
@@ -61,7 +61,7 @@ class Model:
 
     @property
     def active_params(self) -> int:
-        """The number of parameters that each token is multiplied with."""
+        """The number of parameters by which each token is multiplied."""
         per_layer = self.attention_params + self.dense_ffn_params + self.experts_per_token * self.expert_params
         return self.layers * per_layer + self.head_params
 

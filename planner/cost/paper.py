@@ -1,9 +1,9 @@
 """Profiles of the engine of the OrchestrRL paper (arXiv 2601.01209), by name.
 
-The paper gives the times of two phases of a step for Qwen2.5-14B on 8 H800 GPUs (section 2.1). Its engine is slower
-than those in `fitted.py`. The host times per iteration and per sequence are equal for all TP sizes. They are fitted to
-these six times, together with the lengths of the two phases, which the paper omits. All other numbers are from the
-roofline.
+The paper gives the times of two phases of a step at three TP sizes, for Qwen2.5-14B on 8 H800 GPUs (section 2.1). Its
+engine is slower than those in `fitted.py`. The host times per iteration and per sequence are equal for all TP sizes.
+They are fitted to these six times, together with the lengths of the two phases, which the paper omits. All other
+numbers are from the roofline.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,8 @@ FITTED_ON = "2026-11-21"
 
 @dataclass(frozen=True, slots=True)
 class PhaseOfStep:
-    """One phase of a generation step: the sequences on all instances, their mean context, and the iterations."""
+    """One phase of a generation step: the number of sequences on all instances, their mean context, and the number of
+    iterations."""
 
     sequences: float
     context_tokens: float
@@ -53,7 +54,7 @@ TAIL_SEQUENCES, TAIL_CONTEXT_TOKENS = 8.0, 8000.0
 
 @dataclass(frozen=True, slots=True)
 class HostFit:
-    """The host times and phase lengths fitted to the six times of the paper."""
+    """The host times and phase lengths that are fitted to the six phase times of the paper."""
 
     step_s: float
     sequence_s: float  # beyond the roofline's own share for each sequence
@@ -87,7 +88,8 @@ class UnknownProfile(ValueError):
 
 @cache
 def named_profile(name: str) -> Profile:
-    """Return the profile of one of the paper's two models on the paper's engine and GPUs, for the TP sizes that fit.
+    """Return the profile of one of the paper's two models on the paper's engine and GPUs, with all TP sizes at which
+    the model fits.
 
     Raises UnknownProfile if no built-in profile has this name.
     """
@@ -98,7 +100,8 @@ def named_profile(name: str) -> Profile:
 
 
 def paper_engine(model: Model, host: HostFit = FITTED) -> EngineModel:
-    """Return the vLLM engine of the paper. KV that does not fit can go to CPU memory (section 4.1)."""
+    """Return the paper's vLLM engine for a model. KV cache that does not fit on the GPUs can go to CPU memory (section
+    4.1)."""
     vllm = engine_named("vllm")
     switched = Parallelism(tp=8)
     loading_s = weight_bytes_per_gpu(FITTED_MODEL, switched, published_precision(FITTED_MODEL)) / GPU.pcie_bytes_per_s
@@ -113,7 +116,8 @@ def paper_engine(model: Model, host: HostFit = FITTED) -> EngineModel:
 
 
 def _provenance(model: Model, host: HostFit) -> Provenance:
-    """Return the provenance of a model's profile. It includes fit errors only for the model that was fitted."""
+    """Return the provenance of a model's profile. It includes fit errors only for the model to which the host times
+    were fitted."""
     detail = "data sheets, vllm constants, host time fitted to phases of Qwen2.5-14B on H800 in arXiv 2601.01209"
     if model != FITTED_MODEL:
         return Provenance(ProfileSource.ROOFLINE, FITTED_ON, f"{detail}, applied to {model.name}")
@@ -125,8 +129,7 @@ def _provenance(model: Model, host: HostFit) -> Provenance:
 
 
 def phase_seconds(profiles: Sequence[EngineProfile], host: HostFit = FITTED) -> Floats:
-    """Return the durations of both phases in seconds: first the early phase for each profile, then the tail for each
-    profile."""
+    """Return phase durations in seconds: first the early phase for each profile, then the tail for each profile."""
     return np.array([phase.seconds(profile) for phase in (host.early, host.tail) for profile in profiles])
 
 

@@ -1,9 +1,9 @@
 """Predict engine profiles from constants of model, GPU and engine, without measurements. Has no side effects.
 
 Under data-parallel attention, each replica decodes its share of the sequences, and all replicas together hold the
-experts. Under AFD (attention and FFN on separate GPUs), micro-batches alternate between both sides. A layer takes the
-time of the slower side or of the links for all micro-batches, or the round trip of one micro-batch if that is longer.
-With few sequences the round trip dominates, which makes AFD slow in the tail.
+experts. Under AFD (attention and FFN on separate GPUs), micro-batches alternate between the two sides. A layer takes as
+long as the slowest of the two sides and the links needs for all micro-batches, or as long as the round trip of one
+micro-batch if that is longer. With few sequences the round trip dominates, which makes AFD slow in the tail.
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ class DoesNotFit(ValueError):
 
 
 def published_precision(model: Model) -> Precision:
-    """Return the checkpoint's own precision, with a 16-bit KV cache."""
+    """Return the precision of the model's published checkpoint, with a 16-bit KV cache."""
     return Precision(model.weight_bits, model.expert_bits)
 
 
@@ -69,11 +69,11 @@ def predict(
     precision: Precision | None = None,
     cpu_kv_bytes_per_gpu: float = 0.0,
 ) -> EngineProfile:
-    """Predict the profile of one layout. Raises ValueError if it has pipeline stages, and DoesNotFit if the weights
-    leave no room for a KV cache.
+    """Predict the profile of one layout. Raises ValueError if the layout has several pipeline stages, and DoesNotFit if
+    the weights leave no room for a KV cache.
 
-    `cpu_kv_bytes_per_gpu` is the CPU memory for KV cache that does not fit on the GPUs. It is used only if the engine
-    can spill KV cache to CPU memory.
+    `cpu_kv_bytes_per_gpu` is the CPU memory per GPU for KV cache that does not fit on the GPUs. It is used only if the
+    engine can spill KV cache to CPU memory.
     """
     if parallelism.pp > 1:
         raise ValueError(f"pp must be 1, because step times of pipeline stages are not modelled, got {parallelism.pp}")
@@ -113,7 +113,7 @@ def predict_profile(
     precision: Precision | None = None,
     cpu_kv_bytes_per_gpu: float = 0.0,
 ) -> Profile:
-    """Predict the profiles of all `layouts` that fit, and the costs of moving a request."""
+    """Predict the profiles of all `layouts` in which the model fits on the GPUs, and the costs of moving a request."""
     configurations = []
     for parallelism in layouts:
         try:
@@ -139,7 +139,7 @@ def attention_replicas(parallelism: Parallelism) -> int:
 
 
 def switch_s(model: Model, gpu: GpuModel, parallelism: Parallelism, engine: EngineModel, precision: Precision) -> float:
-    """Return the time to start an instance in seconds: the engine, its process group, and its weights.
+    """Return the time, in seconds, to start the engine of an instance, form its process group and load its weights.
 
     All GPUs of the instance load their weights from CPU memory in parallel.
     """
@@ -155,7 +155,8 @@ def move_costs(
     nics: int = 1,
     recompute_tp: int = 8,
 ) -> MoveCosts:
-    """Return the move costs of the paper's appendix A: KV over `nics` NICs, or a prefill on `recompute_tp` GPUs."""
+    """Return the costs of moving a request (appendix A of the paper), either by sending its KV cache over `nics` NICs
+    or by repeating its prefill on `recompute_tp` GPUs."""
     bits = precision or published_precision(model)
     work = work_of(model, gpu, Parallelism(tp=recompute_tp), bits, 1.0)
     recompute_s = [float(prefill_s(work, engine.constants, tokens)) for tokens in RECOMPUTE_KNOTS]
@@ -175,7 +176,7 @@ def _attention_layout(parallelism: Parallelism) -> Parallelism:
 
 
 def _weight_bytes(model: Model, parallelism: Parallelism, precision: Precision) -> tuple[float, float]:
-    """Return the weight bytes on each attention GPU and, under AFD, on each FFN GPU."""
+    """Return the weight bytes on each attention GPU and on each FFN GPU. The latter is 0 without AFD."""
     if not parallelism.afd:
         return weight_bytes_per_gpu(model, parallelism, precision), 0.0
     attention = model.layers * model.attention_params * precision.weight_bits / 8
@@ -199,7 +200,8 @@ def _capacity_tokens(model: Model, gpu: GpuModel, parallelism: Parallelism, prec
 def _prefill_tokens_per_s(
     model: Model, gpu: GpuModel, parallelism: Parallelism, constants: EngineConstants, precision: Precision
 ) -> float:
-    """Return the prefill rate of the whole engine. Under AFD, all GPUs of both sides prefill as one engine would."""
+    """Return the prefill rate of the whole engine. Under AFD, the GPUs of both sides prefill together, like those of an
+    engine without AFD."""
     layout = parallelism
     if parallelism.afd:
         layout = Parallelism(tp=parallelism.tp, dp=max(1, parallelism.gpus // parallelism.tp), ep=parallelism.ffn_gpus)
@@ -208,7 +210,7 @@ def _prefill_tokens_per_s(
 
 
 def _base_s(model: Model, gpu: GpuModel, parallelism: Parallelism, engine: EngineModel, precision: Precision) -> Curve:
-    """Return the duration of one iteration in seconds as a curve over the number of sequences, without KV cache reads.
+    """Return the duration of one iteration in seconds, without KV cache reads, as a curve over the number of sequences.
     The curve has a knot at each doubling."""
     most = engine.max_sequences * attention_replicas(parallelism)
     doublings = ceil(np.log2(most))
@@ -224,7 +226,8 @@ def _base_s(model: Model, gpu: GpuModel, parallelism: Parallelism, engine: Engin
 def _afd_s(
     model: Model, gpu: GpuModel, parallelism: Parallelism, c: EngineConstants, precision: Precision, sequences: Floats
 ) -> Floats:
-    """Return the seconds of one iteration under AFD for each number of sequences, without KV cache reads."""
+    """Return the duration in seconds of one iteration under AFD, without KV cache reads, for each number of
+    sequences."""
     replicas, ffn_gpus = attention_replicas(parallelism), parallelism.ffn_gpus
     micro = np.minimum(float(parallelism.micro_batches), sequences)
     batch = sequences / micro
@@ -258,7 +261,7 @@ def _afd_s(
 
 
 def _ffn_s(model: Model, gpu: GpuModel, gpus: int, c: EngineConstants, precision: Precision, batch: Floats) -> Floats:
-    """Return the seconds that the FFN GPUs take for one layer, for each batch size.
+    """Return the time, in seconds, that the FFN GPUs take for one layer, for each batch size.
 
     Experts are distributed over these GPUs. A dense FFN is split over all of them.
     """

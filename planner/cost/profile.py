@@ -75,9 +75,10 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The seconds of one decode iteration: a curve over sequences, plus the time per token to read the KV cache.
+    """The duration in seconds of one decode iteration: a curve over the number of sequences, plus the time per token to
+    read the KV cache.
 
-    If the engine spills KV to CPU memory, each token beyond `kv_capacity_tokens` costs `spill_s_per_token` more.
+    If the engine spills KV cache to CPU memory, each token beyond the capacity of the GPUs adds `spill_s_per_token`.
     """
 
     base_s: Curve  # over running sequences; host time per sequence and communication included
@@ -105,9 +106,10 @@ class EngineProfile:
     others: tuple[tuple[str, Provenance], ...] = ()  # by name, figures with another source than `provenance`
 
     def configuration(self, sequences: tuple[float, float] | None = None) -> Configuration:
-        """Return a configuration with the affine step time closest to the curve over the range `sequences`.
+        """Return a configuration whose affine step time is closest to the profile's step time over the range
+        `sequences`.
 
-        By default, the range extends from the first to the last knot.
+        By default, the range extends from one sequence to the last knot of the step time's curve.
         """
         low, high = sequences or (min(1.0, self.step.base_s.xs[-1]), self.step.base_s.xs[-1])
         alpha_s, beta_s = affine_fit(self.step.base_s, low, max(low + 1.0, high))
@@ -125,8 +127,8 @@ class EngineProfile:
 
 
 def straight_line(curve: Curve) -> tuple[float, float] | None:
-    """Return the intercept and slope of the curve. Return None if the curve is not a straight line or if either value
-    is < 0."""
+    """Return the intercept and slope of the curve. Return None if the curve has more than two knots, or if the
+    intercept or slope is < 0."""
     if len(curve.xs) == 1:
         return curve.ys[0], 0.0
     if len(curve.xs) > 2:
@@ -137,7 +139,8 @@ def straight_line(curve: Curve) -> tuple[float, float] | None:
 
 
 def affine_fit(curve: Curve, low: float, high: float, points: int = 33) -> tuple[float, float]:
-    """Return the intercept and the slope, both >= 0, with the least squared relative error over `low..high`.
+    """Return the intercept and the slope, both >= 0, of the line with the least squared relative error over
+    `low..high`.
 
     If the curve is itself a line with intercept and slope >= 0, these are returned unchanged.
     """
@@ -162,7 +165,8 @@ USUAL_PROMPT_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class MoveCosts:
-    """The seconds to move a request's context to another engine (appendix A of the paper)."""
+    """The times, in seconds, to move a request's context to another engine by transfer or by recomputation (appendix A
+    of the paper)."""
 
     kv_bytes_per_token: float
     transfer_s: Curve  # over bytes, between two GPUs of two nodes
@@ -177,11 +181,13 @@ class MoveCosts:
         return (xs[-1] - xs[-2]) * 8 / (ys[-1] - ys[-2]) / 1e9 if rises else 0.0
 
     def rebuilt_tokens(self) -> Curve | None:
-        """Return the equivalent prefill length as a curve over context tokens; None if the costs ignore the size.
+        """Return the equivalent prefill length as a curve over context tokens; None if the recompute time ignores the
+        size.
 
-        The equivalent length is the number of tokens in usual prompts that take equally long to prefill: attention
-        makes long contexts more expensive than an engine's rate suggests. It excludes the fixed time of each move,
-        because requests that move together wait for it at the same time.
+        The equivalent length of a context is the number of tokens that an engine prefills in the same time in prompts
+        of `USUAL_PROMPT_TOKENS` tokens. Attention makes long contexts more expensive than an engine's prefill rate
+        suggests. The fixed time of each move is excluded, because requests that move together wait for it at the same
+        time.
         """
         first_s = self.recompute_s.at(0.0)
         usual_s = (self.recompute_s.at(USUAL_PROMPT_TOKENS) - first_s) / USUAL_PROMPT_TOKENS

@@ -2,7 +2,7 @@
 effects.
 
 `work_of` returns the work of a decode iteration and of a prefill on the busiest GPU, in seconds at the data sheet's
-rates. `decode_s` and `prefill_s` apply an engine's constants to it. Every function also takes arrays, because the fit
+rates. `decode_s` and `prefill_s` apply an engine's constants to this work. They also accept arrays, because the fit
 evaluates hundreds of rows at once. The memory-bound and compute-bound parts of a matrix product overlap imperfectly, so
 they are combined as the square root of the sum of squares.
 """
@@ -26,7 +26,7 @@ ACTIVATION_RESERVE_BYTES = 1e9  # per GPU: activations, graphs, communication bu
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The numbers of bits per element of weights, experts and KV cache."""
+    """The number of bits per element of weights, of experts and of the KV cache."""
 
     weight_bits: float = BF16_BITS
     expert_bits: float = BF16_BITS
@@ -35,9 +35,10 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class IterationWork:
-    """The work of a decode iteration over `sequences`, and of a prompt, in seconds at peak rates.
+    """The work of a decode iteration over `sequences`, and of the prefill of a prompt. Times are in seconds at peak
+    rates.
 
-    Each field is either a single value or an array with one value per row.
+    Each field is a single value, or an array with one value per row.
     """
 
     sequences: Numbers  # decoded by one attention replica
@@ -77,7 +78,7 @@ def stacked(rows: Sequence[Row]) -> Row:
 def work_of(
     model: Model, gpu: GpuModel, parallelism: Parallelism, precision: Precision, sequences: Numbers
 ) -> IterationWork:
-    """Return the work of an engine that runs `sequences`, spread evenly over its attention replicas."""
+    """Return the work of an engine that runs `sequences` sequences, spread evenly over its attention replicas."""
     tp, gpus = parallelism.tp, parallelism.tp * parallelism.dp
     dense_params = model.layers * (model.attention_params + model.dense_ffn_params)
     dense_flops_per_s = gpu.flops_per_s(precision.weight_bits)
@@ -120,7 +121,8 @@ def work_of(
 
 
 def link_bytes_per_s(gpu: GpuModel, gpus: int) -> float:
-    """Return the rate per GPU and direction among `gpus` GPUs: NVLink inside a node, otherwise the network."""
+    """Return the rate per GPU and direction of a collective among `gpus` GPUs: that of NVLink inside a node, otherwise
+    that of the network."""
     return gpu.nvlink_bytes_per_s if gpus <= gpu.per_node else gpu.nic_bytes_per_s
 
 
@@ -140,12 +142,12 @@ def hop_s(gpu: GpuModel, gpus: int) -> float:
 
 
 def full_attention_share(model: Model) -> float:
-    """Return the share of layers with full attention; layers with a sliding window read almost no KV."""
+    """Return the share of layers with full attention. Layers with a sliding window read almost no KV cache."""
     return 0.5 if model.window_tokens else 1.0
 
 
 def kv_bytes_per_gpu(model: Model, tp: int, precision: Precision) -> float:
-    """Return the KV bytes of one token on each GPU of its attention replica.
+    """Return the size, in bytes, of one token's KV cache on each GPU of an attention replica.
 
     If there are fewer KV heads than GPUs, several GPUs store the same head.
     """
@@ -156,7 +158,7 @@ def kv_bytes_per_gpu(model: Model, tp: int, precision: Precision) -> float:
 def weight_bytes_per_gpu(model: Model, parallelism: Parallelism, precision: Precision) -> float:
     """Return the weight bytes on each GPU.
 
-    Attention weights are split over `tp` GPUs. Experts are split over all GPUs of the engine. Both embeddings are
+    Experts are split over all GPUs of the engine. All other weights are split over `tp` GPUs. Both embeddings are
     16-bit.
     """
     dense = model.layers * (model.attention_params + model.dense_ffn_params) * precision.weight_bits / 8
@@ -187,12 +189,12 @@ def decode_s(work: IterationWork, constants: EngineConstants) -> NDArray[np.floa
 
 
 def kv_s_per_token(work: IterationWork, constants: EngineConstants) -> NDArray[np.float64]:
-    """Return the seconds that each KV token of the attention replica adds to a decode iteration."""
+    """Return the time, in seconds, that each KV token of the attention replica adds to a decode iteration."""
     return np.asarray(work.kv_read_s_per_token / constants.kv_efficiency)
 
 
 def prefill_s(work: IterationWork, constants: EngineConstants, prompt_tokens: Numbers) -> NDArray[np.float64]:
-    """Return the seconds that an attention replica takes for one prompt."""
+    """Return the time, in seconds, that an attention replica takes to prefill one prompt."""
     c = constants
     efficiency = np.where(np.greater(work.quantised, 0), c.prefill_fp8_efficiency, c.prefill_efficiency)
     experts = work.prefill_expert_s * _imbalance(work, c) / c.moe_prefill_efficiency
@@ -203,7 +205,7 @@ def prefill_s(work: IterationWork, constants: EngineConstants, prompt_tokens: Nu
 
 
 def _imbalance(work: IterationWork, c: EngineConstants) -> NDArray[np.float64]:
-    """Return the load of the busiest rank relative to the mean."""
+    """Return the ratio of the load of the busiest expert-parallel rank to the mean load."""
     return np.asarray(np.power(work.ep, c.ep_imbalance_exponent))
 
 
@@ -218,7 +220,7 @@ def distinct_experts(experts: Numbers, per_token: Numbers, tokens: Numbers, expo
 
 
 def _expert_read_s(work: IterationWork, c: EngineConstants) -> NDArray[np.float64]:
-    """Return the seconds that the busiest rank takes to read the visited experts."""
+    """Return the time, in seconds, that the busiest rank takes to read the experts that the batch visits."""
     distinct = distinct_experts(work.experts, work.experts_per_token, work.all_tokens, c.routing_exponent)
     busiest = np.minimum(distinct * _imbalance(work, c), work.experts)
     efficiency = c.hbm_efficiency * np.where(np.greater(work.four_bit_experts, 0), c.four_bit_efficiency, 1.0)
@@ -230,7 +232,7 @@ def _expert_flops_s(work: IterationWork, c: EngineConstants) -> NDArray[np.float
 
 
 def _latencies_s(work: IterationWork, c: EngineConstants) -> NDArray[np.float64]:
-    """Return the total latency of all collectives of an iteration, which does not depend on the batch.
+    """Return the total latency, in seconds, of all collectives of an iteration. It does not depend on the batch.
 
     Each layer has two all-reduces among the GPUs of a replica and two all-to-alls among replicas.
     """
@@ -265,10 +267,10 @@ def tpot_s(
     prompt_tokens: Numbers,
     output_tokens: Numbers,
 ) -> NDArray[np.float64]:
-    """Return the mean time per output token of a closed loop, including the prefills of other requests.
+    """Return the mean time in seconds per output token of a closed loop, including the prefills of other requests.
 
     While a request decodes, it is delayed by one prefill of every other request, except those that are prefilled
-    together with it. Each sequence reads `context_tokens`, its context at half of its output.
+    together with it. `context_tokens` is the context that each sequence reads, at half of its output.
     """
     own = decode_s(work, constants) + kv_s_per_token(work, constants) * context_tokens * work.sequences
     met = constants.prefill_share * np.maximum(0.0, work.sequences - constants.lockstep_sequences)
@@ -276,7 +278,7 @@ def tpot_s(
 
 
 def attended_tokens(model: Model, load: ClosedLoop) -> float:
-    """Return the number of tokens that a sequence at half of its output attends to, as the mean over layers."""
+    """Return the number of tokens to which a sequence attends at half of its output, averaged over the layers."""
     context = load.prompt_tokens + load.output_tokens / 2
     if not model.window_tokens:
         return context

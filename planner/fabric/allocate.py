@@ -1,9 +1,10 @@
 """Choose how many circuits each pair of endpoints gets for a demand. The result is never worse than that of the paper's
 Algorithm 3 (appendix D). Has no side effects.
 
-An allocation is judged by the number of pairs served, the bytes served, and the seconds that the slowest served pair
-takes. It is worse than another allocation if any of these three values is worse. A pair without a circuit is unserved,
-not slow: its packets take several hops or the packet side."""
+An allocation is judged by the number of pairs served, the bytes served, and the completion time of the slowest served
+pair. It is worse than another allocation if any of these three values is worse. A pair without a circuit is unserved,
+not slow: its packets pass over several circuits or the packet side of the network.
+"""
 
 import math
 from collections.abc import Mapping
@@ -59,15 +60,17 @@ class Allocation:
     circuits: Mapping[Pair, int]  # circuits per pair served, at least one; sorted by pair
     completion_s: float  # of the slowest pair served, both directions at once; 0 if no pair is served
     unserved: tuple[Pair, ...]  # pairs with demand and no circuit, eligible or not; sorted
-    uniform_completion_s: float  # the same if ports were assigned round-robin to the demanded pairs, in sorted order
+    uniform_completion_s: float  # completion_s if ports were assigned to the demanded pairs round-robin
 
 
 def allocate(problem: AllocationProblem, *, bipartite: bool = False) -> Allocation:
-    """Allocate circuits that serve at least as many pairs and bytes as Algorithm 3, with the slowest pair no slower.
+    """Allocate circuits that serve at least as many pairs and bytes as Algorithm 3 does, and whose slowest pair is no
+    slower.
 
-    Of the allocations found, the result has the most pairs, then the fewest seconds, then the most bytes. Set
+    Of the allocations found, the result has the most pairs, then the shortest completion time, then the most bytes. Set
     `bipartite` for demand between two sides with hot endpoints. The utilisation-aware tie-break is then tried as well,
-    and bytes come first in the ranking. The amount of work is fixed, and nothing is random."""
+    and bytes come first in the ranking. The search is deterministic, and its amount of work is limited.
+    """
     demanded, barred = _demanded(problem)
     circuits: Mapping[int, int] = by_bottleneck(demanded)
     if 0 < len(circuits) < len(demanded.pairs):  # if all are served, no allocation ends sooner
@@ -78,13 +81,14 @@ def allocate(problem: AllocationProblem, *, bipartite: bool = False) -> Allocati
 
 
 def algorithm3(problem: AllocationProblem) -> Allocation:
-    """Allocate by the paper's Algorithm 3. Ties go to the larger directional demand, then to the smaller pair."""
+    """Allocate circuits by the paper's Algorithm 3. Ties go to the larger directional demand, then to the pair that
+    sorts first."""
     demanded, barred = _demanded(problem)
     return _allocation(problem, demanded, barred, by_bottleneck(demanded))
 
 
 def _demanded(problem: AllocationProblem) -> tuple[Demanded, list[Pair]]:
-    """Return the eligible pairs that have traffic, and the ineligible pairs that have traffic."""
+    """Return the eligible pairs that have traffic, with their ports, and the ineligible pairs that have traffic."""
     sent: dict[Pair, tuple[float, float]] = {}  # bytes of the larger direction, and of both
     for (source, destination), sent_bytes in problem.demand.items():
         if sent_bytes > 0:
@@ -127,5 +131,5 @@ def _completion_s(problem: AllocationProblem, demanded: Demanded, circuits: Mapp
 
 
 def seconds(circuit_bytes: float, link_gbps: float) -> float:
-    """Return the seconds to send `circuit_bytes` in one direction over a circuit, at the full link rate."""
+    """Return the time, in seconds, to send `circuit_bytes` in one direction over a circuit at the full link rate."""
     return circuit_bytes * BITS_PER_BYTE / (link_gbps * 1e9)

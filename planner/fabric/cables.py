@@ -1,8 +1,10 @@
-"""Find miswired cables: compare the ToRs' observations with the site's file and the switches' cross-connects. Has no
+"""Find miswired cables: compare the ToRs' observations with the site's cabling and the switches' cross-connects. Has no
 side effects.
 
-A switch controls its mirrors, but cannot detect which fibre is plugged in. If a fibre is plugged in wrongly, its light
-arrives at another interface. That interface has an unexpected signal, or an unexpected router answers there."""
+A switch controls its mirrors, but cannot detect which fibre is plugged into a port. If the wrong fibre is plugged in,
+its light arrives at a different interface. That interface has an unexpected signal, or an unexpected router answers
+there.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +22,8 @@ STRANGER = "stranger"
 
 @dataclass(frozen=True, slots=True, order=True)
 class CablingFault:
-    """A cabling fault. `where` is a port as `SWITCH:PORT`, or an interface as `TOR/INTERFACE`."""
+    """A cabling fault. `where` is a port as `SWITCH:PORT`, or an interface as `TOR/INTERFACE`. `what` describes the
+    fault."""
 
     kind: str
     where: str
@@ -35,8 +38,8 @@ class CablingFault:
 @dataclass(frozen=True, slots=True)
 class ObservedCables:
     """The ToRs' observations: the interfaces with a signal, and the routers that answer at each interface. ToRs in
-    `silent` did not report, so their interfaces may have a signal or not. Switches in `unread` were not read, so
-    unexpected light may come from them."""
+    `silent` did not report, so it is unknown whether their interfaces have a signal. Switches in `unread` were not
+    read, so unexpected light may come from them."""
 
     signals: frozenset[Interface]
     answering: Mapping[Interface, frozenset[EndpointId]]
@@ -51,8 +54,8 @@ _Ends = Mapping[Interface, tuple[Port, Interface]]
 def faults_seen(
     site: Site, interfaces: Mapping[Port, Interface], up: Iterable[PortPair], seen: ObservedCables
 ) -> tuple[CablingFault, ...]:
-    """Find faults by the light of existing circuits. If two cables of one ToR lead to the same other ToR, this method
-    cannot distinguish them, but a walk (`traced`) can."""
+    """Find cabling faults by the light of the existing circuits (`up`). If two cables of one ToR lead to the same other
+    ToR, this function cannot distinguish the cables, but a walk (`traced`) can."""
     ends = _ends(links_up(site, up, interfaces), interfaces)
     dark = {here for here in ends.keys() - seen.signals if here[0] not in seen.silent}
     strays = (seen.signals & set(interfaces.values())) - ends.keys()
@@ -100,9 +103,10 @@ def _strangers(ends: _Ends, seen: ObservedCables, explained: set[Interface]) -> 
 
 
 def walk(interfaces: Mapping[Port, Interface], free: Iterable[Port]) -> tuple[PortPair, ...]:
-    """Return the cross-connects to make one after the other. On each switch they form a ring of the free fibres, so
-    that each fibre is lit together with two other fibres, of other ToRs if possible. Two swapped cables are only
-    detected if each of them is also lit with a third fibre."""
+    """Return the cross-connects of a walk, which lights the free ports by making one cross-connect after the other. On
+    each switch, the cross-connects form a ring of the free fibres. Each fibre is thus lit together with two other
+    fibres, of other ToRs if possible. Two swapped cables are detected only if each of them is also lit with a third
+    fibre."""
     by_switch: dict[OcsId, dict[EndpointId, list[Port]]] = {}
     for port in sorted(free):
         if port in interfaces:
@@ -119,8 +123,8 @@ def walk(interfaces: Mapping[Port, Interface], free: Iterable[Port]) -> tuple[Po
 def traced(
     lightings: Sequence[tuple[PortPair, frozenset[Interface]]], interfaces: Mapping[Port, Interface]
 ) -> tuple[frozenset[Port], tuple[CablingFault, ...]]:
-    """Evaluate a walk. `lightings` has each cross-connect with the interfaces that had a signal while it was up.
-    Returns the ports whose fibre ends at the correct interface, and the faults of all other ports."""
+    """Evaluate a walk. `lightings` has each cross-connect of the walk with the interfaces that had a signal while it
+    was up. Returns the ports whose fibre ends at the correct interface, and the faults of all other ports."""
     came: dict[Port, list[frozenset[Interface]]] = {}
     partners: dict[Port, list[Port]] = {}
     for pair, lit in lightings:
@@ -148,9 +152,9 @@ def traced(
 def _found(
     came: Mapping[Port, Sequence[frozenset[Interface]]], partners: Mapping[Port, Sequence[Port]]
 ) -> dict[Port, Interface]:
-    """Locate the interface at the far end of each port. It is the only interface that all lightings of the port have in
-    common, or the only one that remains in a lighting when the partner's interface is excluded. Ports without such an
-    interface are omitted."""
+    """Locate the interface at the far end of each port's fibre. This is the only interface that has a signal whenever
+    the port is lit, or the only one left in a lighting once the interface of the partner port is excluded. Ports
+    without such an interface are omitted."""
     found: dict[Port, Interface] = {}
     for port, lit in came.items():
         some = [each for each in lit if each]

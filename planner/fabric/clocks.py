@@ -1,9 +1,10 @@
 """Estimate the offset of another host's clock, with an error bound that holds for any network delay. Has no side
 effects.
 
-The estimate uses the four timestamps of NTP (RFC 5905, section 8). The other host receives a request after it was sent,
-and sends the reply before it arrives. Each exchange therefore limits the offset to a range at most as wide as the round
-trip. The ranges of several exchanges are intersected, each widened by the drift that is possible since the exchange."""
+The estimate uses the four timestamps of NTP (RFC 5905, section 8). Each request and each reply arrives after it was
+sent. Each exchange therefore limits the offset to a range at most as wide as the round trip. The ranges of several
+exchanges are intersected, each widened by the drift that is possible since the exchange.
+"""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -15,8 +16,8 @@ MOST_AGE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ClockExchange:
-    """One request and its reply. `sent_s` and `back_s` are in our clock, `received_s` and `answered_s` in the clock of
-    the other host."""
+    """One request and its reply. `sent_s` and `back_s` are times of our clock. `received_s` and `answered_s` are times
+    of the other host's clock."""
 
     sent_s: float
     received_s: float
@@ -30,12 +31,12 @@ class ClockExchange:
 
     @property
     def least_s(self) -> float:
-        """The lower bound of the other clock minus ours: the reply arrived after it was sent."""
+        """The lower bound of the other clock minus ours. It holds because the reply arrived after it was sent."""
         return self.answered_s - self.back_s
 
     @property
     def most_s(self) -> float:
-        """The upper bound of the other clock minus ours: the request was received after it was sent."""
+        """The upper bound of the other clock minus ours. It holds because the request arrived after it was sent."""
         return self.received_s - self.sent_s
 
 
@@ -47,21 +48,22 @@ class ClockOffset:
     bound_s: float
 
     def ours(self, theirs_s: float) -> tuple[float, float]:
-        """Return the earliest and the latest time in our clock that `theirs_s` in the other clock may be."""
+        """Return the earliest and the latest time of our clock to which `theirs_s` of the other clock may
+        correspond."""
         return theirs_s - self.offset_s - self.bound_s, theirs_s - self.offset_s + self.bound_s
 
 
 @dataclass(slots=True)
 class OffsetEstimator:
-    """Estimates the clock offset of one host. If an exchange contradicts earlier exchanges, a clock was set, and the
-    earlier exchanges are dropped."""
+    """Estimates the clock offset of one host. If an exchange contradicts earlier exchanges, one of the clocks was set,
+    so the earlier exchanges are dropped."""
 
     _recent: deque[ClockExchange] = field(default_factory=lambda: deque(maxlen=EXCHANGES))
     _edges: tuple[float, float] | None = None  # their intersection when the newest reply arrived
 
     def add(self, exchange: ClockExchange) -> None:
         """Add an exchange. Exchanges must be added in order of time. An exchange that contradicts itself is ignored,
-        because a clock was set while it took place."""
+        because one of the clocks was set during the exchange."""
         if exchange.most_s < exchange.least_s - _drift_s(exchange.back_s - exchange.sent_s):
             return
         self._recent.append(exchange)
@@ -73,8 +75,8 @@ class OffsetEstimator:
             self._edges = None
 
     def offset(self, now_s: float) -> ClockOffset | None:
-        """Return the offset at `now_s` in our clock; None before the first exchange, or if all exchanges are too
-        old."""
+        """Return the offset at the time `now_s` of our clock; None before the first exchange, or if all exchanges are
+        too old."""
         while self._recent and now_s - self._recent[0].back_s > MOST_AGE_S:
             self._recent.popleft()
             self._edges = None
@@ -84,8 +86,9 @@ class OffsetEstimator:
         return ClockOffset((least_s + most_s) / 2, max(0.0, most_s - least_s) / 2)
 
     def _allowed(self, now_s: float) -> tuple[float, float]:
-        """Return the least and the greatest offset that all exchanges allow, widened by their age. Since the newest
-        exchange, all ranges widen at the same rate, so their intersection is computed only once."""
+        """Return the least and the greatest offset that the ranges of all exchanges allow. Each range is widened by the
+        drift that is possible since its exchange. After the newest exchange, all ranges widen at the same rate, so
+        their intersection is computed only once."""
         newest_s = self._recent[-1].back_s
         if self._edges is None:
             drifts = [(each, _drift_s(max(0.0, newest_s - each.sent_s))) for each in self._recent]

@@ -1,6 +1,7 @@
 """Compute how many bytes each rank sends to each other rank in a collective operation. Has no side effects.
 
-The algorithms are those of NCCL: rings in the order in which a group lists its ranks, and double binary trees."""
+The algorithms are those of NCCL: rings in the order in which a group lists its ranks, and double binary trees.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -28,17 +29,20 @@ class RankTransfers:
 
 
 def transfers_of(traffic: Traffic) -> Iterator[RankTransfers]:
-    """Yield the transfers of any primitive except BROADCAST, whose tree depends on the site.
+    """Yield the transfers of any primitive except BROADCAST. Raises ValueError for BROADCAST, whose tree depends on the
+    site.
 
     In a group of n ranks, with `bytes_per_rank` as S, each rank sends the following bytes, `times` times.
-    RING_ALL_REDUCE: 2(n-1)/n * S to the next rank, where S is the rank's buffer.
-    TREE_ALL_REDUCE: half of S up and down each edge of both trees, where S is the rank's buffer.
-    ALL_GATHER: (n-1) * S to the next rank, where S is the rank's shard.
-    REDUCE_SCATTER: (n-1)/n * S to the next rank, where S is the rank's buffer, of which it keeps one n-th.
-    ALL_TO_ALL: S/n to each other rank, where S is the rank's buffer, with one n-th for each rank including itself.
-    PIPELINE: S to the next rank.
-    RING_EXCHANGE: S to the next rank, and S from the last rank to the first.
-    BIPARTITE: S, split evenly over the receivers. If `both_ways` is True, the receivers send as much back."""
+
+    - RING_ALL_REDUCE: 2(n-1)/n * S to the next rank, where S is the rank's buffer.
+    - TREE_ALL_REDUCE: half of S up and down each edge of both trees, where S is the rank's buffer.
+    - ALL_GATHER: (n-1) * S to the next rank, where S is the rank's shard.
+    - REDUCE_SCATTER: (n-1)/n * S to the next rank, where S is the rank's buffer, of which it keeps one n-th.
+    - ALL_TO_ALL: S/n to each other rank, where S is the rank's buffer, with one n-th for each rank including itself.
+    - PIPELINE: S to the next rank.
+    - RING_EXCHANGE: S to the next rank, and S from the last rank to the first.
+    - BIPARTITE: S, split evenly over the receivers. If `both_ways` is True, the receivers send as much back.
+    """
     if traffic.primitive is Primitive.BROADCAST:
         raise ValueError("traffic must not be a broadcast, whose tree depends on the site; use broadcasts_of")
     message_bytes = traffic.bytes_per_rank * traffic.times
@@ -69,9 +73,9 @@ def transfers_of(traffic: Traffic) -> Iterator[RankTransfers]:
 
 
 def double_tree(size: int) -> tuple[Ints, Ints]:
-    """Return the (child, parent) edges of both trees, by position in the group. The first is a binary tree in which
-    every second rank is a leaf. The second is its mirror image (shifted by one if `size` is odd), so that each leaf of
-    one tree is an inner node of the other."""
+    """Return the children and the parents of the edges of a double binary tree, as positions in a group of `size`
+    ranks. The first tree is a binary tree in which every second rank is a leaf. The second tree is its mirror image
+    (shifted by one if `size` is odd), so that each leaf of one tree is an inner node of the other."""
     ranks = np.arange(1, size, dtype=np.int64)
     lowest_bit = ranks & -ranks
     above = (ranks ^ lowest_bit) | (lowest_bit << 1)
@@ -83,7 +87,7 @@ def double_tree(size: int) -> tuple[Ints, Ints]:
 
 
 def _by_size(groups: Sequence[tuple[int, ...]]) -> Iterator[Ints]:
-    """Yield the groups of each size as the rows of one array."""
+    """Yield one array for each group size. Its rows are the groups of this size."""
     sizes: dict[int, list[tuple[int, ...]]] = defaultdict(list)
     for group in groups:
         sizes[len(group)].append(group)
@@ -100,8 +104,7 @@ def _sent(sources: Ints, destinations: Ints, sent_bytes: float) -> RankTransfers
 
 
 def _crosswise(sources: Ints, destinations: Ints, sent_bytes: float) -> Iterator[RankTransfers]:
-    """Yield transfers from each rank in a row of `sources` to each rank in the same row of `destinations`, except
-    itself."""
+    """Yield transfers from each rank in a row of `sources` to each other rank in the same row of `destinations`."""
     rows = max(1, TRANSFERS_AT_ONCE // (sources.shape[1] * destinations.shape[1]))
     for first in range(0, len(sources), rows):
         some, others = sources[first : first + rows], destinations[first : first + rows]

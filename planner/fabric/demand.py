@@ -2,7 +2,8 @@
 
 A rank maps to its GPU, the GPU's NIC (or the NIC's stand-in) and the NIC's ToR. Traffic inside a server uses NVLink.
 Traffic between servers of one ToR uses the ToR's packet switch. If ToRs are rail-aligned, a message for another rail
-first crosses NVLink to the GPU of that rail (PXN in NCCL), so that it stays on the ToRs of one rail."""
+first crosses NVLink to the GPU of that rail (PXN in NCCL), so that it stays on the ToRs of one rail.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ NONE = -1
 @dataclass(frozen=True, slots=True)
 class NicMask:
     """The NICs in use. `stand_in` maps each NIC of a server to the NIC that carries its traffic. A healthy NIC carries
-    its traffic itself. A server without a healthy NIC is absent."""
+    its own traffic. A server without a healthy NIC is absent from `stand_in`."""
 
     stand_in: Mapping[ServerId, tuple[int, ...]]
     failed_servers: frozenset[ServerId]
@@ -32,10 +33,11 @@ class NicMask:
 
 
 def mask_nics(site: Site, failures: FabricFailures) -> NicMask:
-    """Replace failed NICs. Their traffic crosses NVLink to a healthy NIC on the same ToR, or, if there is none, to the
-    next healthy NIC.
+    """Choose a stand-in for each failed NIC. The failed NIC's traffic crosses NVLink to the stand-in. A NIC on the same
+    ToR is preferred, then the next healthy NIC of the server.
 
-    Two failed NICs share a stand-in only if no other healthy NIC is left."""
+    Two failed NICs share a stand-in only if no other healthy NIC is left.
+    """
     stand_in: dict[ServerId, tuple[int, ...]] = {}
     notes: list[str] = []
     for server in site.servers:
@@ -68,8 +70,8 @@ def _stand_ins(server: Server, failed: list[int]) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """The server and NIC of each rank. `server` and `nic` are NONE for a rank without a server or NIC; `nic` is the
-    stand-in of the rank's own NIC. NICs are numbered over the site, server by server."""
+    """The server and NIC of each rank. `server` and `nic` are NONE for a rank without a working server or NIC. `nic` is
+    the stand-in if the rank's own NIC has failed. NICs are numbered over the site, server by server."""
 
     site: Site
     ranks: Ints  # sorted
@@ -121,7 +123,7 @@ class RankPlacement:
 
     @cached_property
     def pod(self) -> Ints:
-        """The PoD number of each rank, in the order of `ranks`."""
+        """The PoD number of each rank, in the order of `ranks`; NONE if the rank has no NIC."""
         return np.where(self.tor == NONE, NONE, self.tor_pod[self.tor])
 
     @cached_property
@@ -131,17 +133,17 @@ class RankPlacement:
         return np.array([numbers[tor.pod] for tor in self.site.tors], dtype=np.int64)
 
     def homeless(self) -> list[int]:
-        """Return the ranks that are not on any server."""
+        """Return the ranks that are not on any working server."""
         return [int(rank) for rank in self.ranks[self.server == NONE]]
 
     def pods(self) -> frozenset[EndpointId]:
-        """Return the PoDs that contain at least one rank."""
+        """Return the PoDs that contain at least one rank with a working NIC."""
         return frozenset(self.site.pods[number].id for number in np.unique(self.pod).tolist() if number != NONE)
 
 
 @dataclass(frozen=True, slots=True)
 class IntentFlows:
-    """The traffic of an intent, by the level of the network that carries it. `tors` includes pairs in different
+    """The traffic of an intent, by the level of the network that carries it. `tors` includes pairs of ToRs in different
     PoDs."""
 
     tors: Mapping[str, Mapping[tuple[EndpointId, EndpointId], float]]  # by purpose, bytes from a ToR to another
@@ -153,7 +155,7 @@ class IntentFlows:
 
 
 def flows_of(intent: Intent, site: Site, failures: FabricFailures) -> IntentFlows:
-    """Return the traffic of an intent. Traffic for a purpose for which the site reserves lanes is counted
+    """Return the traffic of an intent. If the site reserves lanes for responses, response traffic is counted
     separately."""
     mask = mask_nics(site, failures)
     placement = RankPlacement.of(site, intent, mask)
@@ -240,8 +242,9 @@ class _Tally:
 def _on_one_rail(
     placement: RankPlacement, source: Ints, destination: Ints, source_server: Ints, destination_server: Ints
 ) -> tuple[Ints, Ints]:
-    """Return the NIC that sends each message and the NIC that receives it. A message changes rail before it is sent or,
-    if the source has no NIC on the destination's rail, after it has arrived."""
+    """Return the NIC that sends each message and the NIC that receives it. A message between two rails changes rail
+    before it is sent. If the source has no NIC on the destination's rail, the message changes rail after it has
+    arrived."""
     on_rail = placement.on_rail
     if not on_rail.shape[1]:
         return source, destination
@@ -269,7 +272,8 @@ def broadcasts_of(traffic: Traffic, placement: RankPlacement) -> RankTransfers:
     The message follows a tree of two levels (section 5.2 and appendix E of the paper). Phase A sends from the root to a
     seed in every other PoD. Phase B sends from the seed to the other ranks of its PoD: from ToR to ToR, then to the
     servers below each ToR, then inside each server. A message enters each PoD, ToR and server once. Seeds vary from
-    group to group, so that the trees of many shards use different ToRs."""
+    group to group, so that the trees of many shards use different ToRs.
+    """
     sources: list[Ints] = [np.zeros(0, dtype=np.int64)]
     destinations: list[Ints] = [np.zeros(0, dtype=np.int64)]
     for number, group in enumerate(traffic.groups):
@@ -286,7 +290,8 @@ def broadcasts_of(traffic: Traffic, placement: RankPlacement) -> RankTransfers:
 
 
 def _edges(placement: RankPlacement, number: int, root: int, receivers: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Yield the edges of the tree: arrays of sending ranks, each with an equally long array of receiving ranks."""
+    """Yield the edges of the broadcast tree from `root` to `receivers`, for the group with index `number`. Each item is
+    an array of sending ranks and an equally long array of receiving ranks."""
     root_place = int(placement.places(np.array([root]))[0])
     places = placement.places(receivers)
     beside = (placement.server[places] == placement.server[root_place]) & (placement.server[places] != NONE)
@@ -321,8 +326,9 @@ def _edges(placement: RankPlacement, number: int, root: int, receivers: Ints) ->
 
 
 def _fan_out(seed: int, seed_tor: int, heads: Ints, tors: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Yield the edges of a binary tree of ToRs that begins at the seed, then the edges from the first head below each
-    ToR to the other heads below it."""
+    """Yield the edges that lead from the seed to `heads`, which are one rank per server. `tors` has the ToR of each
+    head. First, a binary tree that begins at the seed reaches the first head below each ToR. Then each of these heads
+    sends to the other heads below its ToR."""
     others, first = np.unique(tors, return_index=True)
     away = others != seed_tor
     relays = np.concatenate([[seed], heads[first[away]]]).astype(np.int64)  # one per ToR, the seed first

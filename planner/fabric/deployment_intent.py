@@ -2,7 +2,8 @@
 effects.
 
 The traffic consists of the activations of every token that passes a layer, with the same volumes as in
-`planner/cost/roofline.py`. The number of a rank is the number of its GPU."""
+`planner/cost/roofline.py`. The number of a rank is the number of its GPU.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,8 +22,8 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class DeployedEngine:
-    """An engine with its layout and its numbers of tokens. `gpus` are sorted by rank: by attention replica, then
-    pipeline stage, then TP rank. Under AFD, attention GPUs come before FFN GPUs."""
+    """An engine with its layout and its numbers of tokens. `gpus` are sorted by rank: by attention replica, then by
+    pipeline stage, then by TP rank. Under AFD, attention GPUs come before FFN GPUs."""
 
     id: EngineId
     gpus: tuple[GpuId, ...]
@@ -46,8 +47,8 @@ def deployment_intent(
     trainers: Sequence[GpuId] = (),
     per_node: int = GPUS_PER_NODE,
 ) -> Intent:
-    """Return the intent of the engines. Engines of equal layout and volume share traffic entries. The engines send
-    their responses to `trainers`, assigned round-robin."""
+    """Return the intent of the engines' traffic in a period. Engines of equal layout and volume share traffic entries.
+    The engines send their responses to `trainers`, assigned round-robin."""
     ordered = sorted(engines, key=lambda engine: engine.id)
     alike: dict[tuple[TrafficOperation, Primitive, float, float, bool], list[tuple[tuple[int, ...], tuple[int, ...]]]]
     alike = defaultdict(list)
@@ -107,8 +108,8 @@ def _engine_traffic(model: Model, engine: DeployedEngine, per_node: int) -> Iter
 def _afd_traffic(
     model: Model, layout: Parallelism, gpus: tuple[int, ...], all_bytes: float, per_node: int
 ) -> Iterator[Traffic]:
-    """Yield the traffic of an AFD engine: in each layer, every token goes from its attention GPU to its experts' GPUs
-    and back. A dense FFN is split over the FFN GPUs, which all-reduce."""
+    """Yield the traffic of an AFD engine. In each layer, every token goes from its attention GPU to its experts' GPUs
+    and back. A dense FFN is split over the FFN GPUs, which perform an all-reduce."""
     attention, ffn = gpus[: layout.attention_gpus], gpus[layout.attention_gpus :]
     copies = min(model.experts_per_token, len(ffn)) if model.moe else 1
     sent_bytes, layers = all_bytes * copies / len(attention), float(model.layers)

@@ -1,7 +1,9 @@
 """Generate regular sites: rail-aligned PoDs, fibres spread over the switches, and lanes reserved for responses.
 
-Each switch of a PoD has fibres to each ToR and uplink of the PoD, and each core switch has fibres to each uplink, so
-that any two endpoints share every switch. If one switch has too few ports, more switches share the fibres."""
+Each switch of a PoD has fibres to each ToR and uplink of the PoD, and each core switch has fibres to each uplink. Any
+two endpoints of a PoD, or of the core, can therefore be connected on each of its switches. If one switch has too few
+ports, the fibres are spread over several switches.
+"""
 
 import math
 from collections import Counter, defaultdict
@@ -36,7 +38,7 @@ _TOR_NICS = 32  # half of a ToR's 64 ports go to servers
 
 @dataclass(frozen=True, slots=True)
 class ShapeFault:
-    """An invalid parameter of a site with its current value. `message` states the problem or the required change."""
+    """An invalid parameter of a site and its current value. `message` states the problem or the required change."""
 
     parameter: str
     message: str
@@ -62,10 +64,12 @@ class SiteNumber:
 
 @dataclass(frozen=True, slots=True)
 class SiteShape:
-    """The parameters of a regular site; None means the usual value. Raises ImpossibleSite if parameters are invalid.
+    """The parameters of a regular site. A parameter that is None has its usual value. Raises ImpossibleSite if
+    parameters are invalid.
 
     The default NICs, links and switches are those of the paper's simulations (section 7). By default, ToRs have as much
-    capacity to the switches as to their servers, and the uplinks of a PoD have half of that capacity."""
+    capacity to the switches as to their servers, and the uplinks of a PoD have half of that capacity.
+    """
 
     train_pods: Annotated[int, SiteNumber("PoDs that train.", least=0)] = 1
     gen_pods: Annotated[int, SiteNumber("PoDs that generate.", least=0)] = 1
@@ -302,7 +306,7 @@ def _site(shape: SiteShape, agg: int, core: int) -> Site:
 
 
 def _names(stem: str, count: int) -> list[str]:
-    """Return names of equal length, so that they sort in order of their numbers."""
+    """Return names of equal length, so that their alphabetical order is the order of their numbers."""
     width = len(str(count - 1))
     return [f"{stem}{number:0{width}}" for number in range(count)]
 
@@ -318,7 +322,8 @@ def _tors(shape: SiteShape, pod: EndpointId) -> list[Tor]:
 
 
 def _servers(shape: SiteShape, pods: Iterable[Pod], tors: Mapping[EndpointId, list[Tor]]) -> Iterator[Server]:
-    """Yield the servers. GPUs are numbered consecutively over the site; block sizes differ by at most one server."""
+    """Yield the servers. GPUs are numbered consecutively over the site. The blocks of a PoD differ by at most one
+    server."""
     gpu = 0
     for pod in pods:
         for number, name in enumerate(_names(f"{pod.id}/s", shape.servers_per_pod)):
@@ -332,9 +337,9 @@ def _servers(shape: SiteShape, pods: Iterable[Pod], tors: Mapping[EndpointId, li
 def _switches(
     name: str, count: int, fibres: Mapping[EndpointId, int], tier: Tier, pod: EndpointId | None, device: SwitchModel
 ) -> list[Switch]:
-    """Return switches to which every endpoint is cabled, in adjacent ports. If an endpoint's fibres do not divide
-    evenly, the first switches get one more. This is the same for all endpoints, so that the ports of any two endpoints
-    match."""
+    """Return `count` switches. Every endpoint is cabled to adjacent ports of each switch. If an endpoint's fibres do
+    not divide evenly, the first switches get one more fibre each. All endpoints use the same first switches, so that
+    the ports of any two endpoints match."""
     switches = []
     for number, id in enumerate(_names(name, count)):
         ports: dict[EndpointId, tuple[int, ...]] = {}
@@ -348,7 +353,8 @@ def _switches(
 
 
 def _response_lanes(shape: SiteShape) -> int:
-    """Return the number of lanes reserved per Gen PoD. Raises ImpossibleSite if a PoD would keep no unreserved lane."""
+    """Return the number of lanes that each Gen PoD reserves for responses. Raises ImpossibleSite if a PoD would have no
+    unreserved lane left."""
     train, gen = shape.train_pods, shape.gen_pods
     lanes = shape.uplink_lanes * shape.uplinks
     if not train or not gen or shape.response_lanes == 0:
@@ -368,12 +374,13 @@ def _response_lanes(shape: SiteShape) -> int:
 def _responses(
     shape: SiteShape, pods: Iterable[Pod], uplinks: Mapping[EndpointId, list[Uplink]], core: Iterable[Switch]
 ) -> Iterator[Reservation]:
-    """Pair each reserved lane of a Gen PoD with a lane of a Train PoD on the same switch. The reserved lanes use the
-    last ports of each PoD, and are taken from the core switches round-robin.
+    """Yield the reservations for responses. Each reserved lane of a Gen PoD is paired with a lane of a Train PoD on the
+    same switch. The reserved lanes use the last ports of each PoD, and are taken from the core switches round-robin.
 
-    PoDs are cabled alike, so the n-th lanes of any two PoDs end on one switch. The n-th group of pairs has as many
-    pairs as there are PoDs of the role with fewer PoDs. In this group, each PoD is used at most once, with its n-th
-    lane."""
+    PoDs are cabled alike, so the n-th lanes of any two PoDs end on the same switch. Pairs are formed in groups, each
+    with as many pairs as there are PoDs of the role with fewer PoDs. The n-th group uses each PoD at most once, with
+    its n-th lane.
+    """
     of_role = {role: [pod.id for pod in pods if pod.role is role] for role in PodRole}
     train, gen = of_role[PodRole.TRAIN], of_role[PodRole.GEN]
     kept: dict[OcsId, set[int]] = defaultdict(set)

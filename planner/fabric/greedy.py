@@ -1,7 +1,8 @@
-"""Assign ports to pairs one circuit at a time: to the bottleneck (Algorithm 3), evenly, or round-robin. Has no side
+"""Assign ports to pairs one circuit at a time: to the slowest pair (Algorithm 3), evenly, or round-robin. Has no side
 effects.
 
-In this module, pairs and endpoints are represented by their indices in the sorted lists of a `Demanded`."""
+In this module, pairs and endpoints are represented by their indices in the sorted lists of a `Demanded`.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,10 +26,11 @@ class Demanded:
 
 
 def by_bottleneck(demanded: Demanded) -> dict[int, int]:
-    """Return circuits per served pair by Algorithm 3 (appendix D).
+    """Return the number of circuits of each served pair by the paper's Algorithm 3 (appendix D).
 
     A pair without a circuit has an infinite time. Therefore each pair whose endpoints have free ports first gets one
-    circuit, the largest pair first; then the slowest pair gets another circuit, repeatedly."""
+    circuit, the largest pair first. Then the slowest pair repeatedly gets another circuit.
+    """
     free = list(demanded.ports)
     served = []
     for pair in demanded.largest_first:
@@ -43,7 +45,7 @@ def by_bottleneck(demanded: Demanded) -> dict[int, int]:
 def spend(demanded: Demanded, served: Iterable[int]) -> dict[int, int]:
     """Return the number of circuits of each pair of `served`. Each pair first gets one circuit, for which the ports
     must suffice. Then the slowest pair whose endpoints have free ports repeatedly gets another circuit. No other
-    distribution over these pairs ends sooner (see `planner/fabric/serve.py`)."""
+    distribution over these pairs has a shorter completion time (see `planner/fabric/serve.py`)."""
     circuits = dict.fromkeys(served, 1)
     free = list(demanded.ports)
     for pair in circuits:
@@ -90,7 +92,8 @@ def evenly(demanded: Demanded) -> list[int]:
 
 
 def in_turn(demanded: Demanded) -> dict[int, int]:
-    """Return the circuits per pair if ports are assigned round-robin to all pairs, regardless of demand."""
+    """Return the number of circuits of each pair if ports are assigned round-robin to all pairs, regardless of
+    demand."""
     free = list(demanded.ports)
     circuits: dict[int, int] = {}
     waiting = list(range(len(demanded.pairs)))

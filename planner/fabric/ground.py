@@ -13,7 +13,7 @@ from planner.fabric.topology import RESPONSES, Lane, Site
 
 def failed_ports(site: Site, failures: FabricFailures) -> frozenset[Port]:
     """Return all ports that circuits must not use because of failures, including those of failed switches. A failed
-    cross-connect excludes both its ports, because it is unknown which end failed."""
+    cross-connect excludes both its ports, because it is unknown which of them failed."""
     of_switches = {
         (switch.id, port)
         for switch in site.switches
@@ -49,7 +49,7 @@ class PlanGround:
 
     @cached_property
     def up(self) -> Mapping[OcsId, tuple[PortPair, ...]]:
-        """The healthy circuits that are up and not blocked by a pin, by switch."""
+        """The circuits that are up, healthy and not blocked by the pin of another circuit, by switch."""
         return _by_switch(
             each
             for each in self.state.current
@@ -59,7 +59,7 @@ class PlanGround:
     @cached_property
     def stays(self) -> Mapping[OcsId, tuple[PortPair, ...]]:
         """The circuits that stay, by switch: pinned circuits that can still carry light, circuits of untouched PoDs,
-        circuits on ports reserved for other purposes than responses, and circuits that belong to no endpoint of the
+        circuits on ports reserved for purposes other than responses, and circuits that belong to no endpoint of the
         site."""
         pinned = {each for each in self.state.pinned if self._healthy(each)}
         return _by_switch(
@@ -77,7 +77,8 @@ class PlanGround:
         return any(end in self.site.owner for end in cross_connect.sides)
 
     def lanes_for(self, purpose: str | None) -> Mapping[EndpointId, tuple[Lane, ...]]:
-        """Return, by PoD, the healthy lanes without pins that are reserved for `purpose` (None: not reserved)."""
+        """Return, by PoD, the lanes reserved for `purpose` that have no failed or pinned port. If `purpose` is None,
+        return the lanes that are not reserved."""
         found: dict[EndpointId, list[Lane]] = defaultdict(list)
         for lane in self.site.lanes:
             if self.site.reserved.get(lane.ends[1]) == purpose and self.held.isdisjoint(lane.ends):
@@ -140,7 +141,8 @@ class AggRoom:
         return len(self._free[lane.agg].get(tor, ()))
 
     def lift(self, lane: Lane, tor: EndpointId) -> PortPair:
-        """Connect the lane to the ToR, on the ToR's current port if possible, otherwise on its first free port."""
+        """Connect the lane to the ToR, on the port that connects them now if possible, otherwise on the first free port
+        of the ToR. Mark the port as used."""
         ports = self._free[lane.agg][tor]
         port = self._up_with[lane.ends[0]][1] if self.up_to(lane) == tor else ports[0]
         ports.remove(port)
@@ -165,7 +167,7 @@ class AggRoom:
         return {switch: sum(map(len, tors.values())) for switch, tors in self._free.items()}
 
     def cabling(self) -> Cabling:
-        """Return the cabling of the free ports."""
+        """Return the cabling of the ToRs' free ports."""
         return Cabling(
             {
                 switch: {port: tor for tor, ports in tors.items() for port in ports}
@@ -174,20 +176,21 @@ class AggRoom:
         )
 
     def cabling_with(self, boundary: EndpointId, lanes: Iterable[Lane]) -> Cabling:
-        """Return the cabling of the free ports. The ends of these lanes are added as one more endpoint."""
+        """Return the cabling of the ToRs' free ports and of the ends of these lanes. All lanes together count as the
+        endpoint `boundary`."""
         ports = {switch: dict(of_switch) for switch, of_switch in self.cabling().ports.items()}
         for lane in lanes:
             ports[lane.agg][lane.agg_port] = boundary
         return Cabling(ports)
 
     def up_between_tors(self) -> frozenset[PortPair]:
-        """Return the circuits between two ToRs that are up on free ports."""
+        """Return the circuits that are up between two ToRs and whose ports are still free for this plan."""
         left = {(switch, port) for switch, tors in self._free.items() for ports in tors.values() for port in ports}
         inside = (each for each in self.up if left.issuperset(each.sides))
         return frozenset(each for each in inside if len({self._owner[end] for end in each.sides}) == 2)
 
     def tors_up(self) -> Counter[Pair]:
-        """Return, for each pair of ToRs, the number of circuits that are up on free ports."""
+        """Return, for each pair of ToRs, the number of its circuits in `up_between_tors`."""
         return Counter(pair_of(*(self._owner[end] for end in each.sides)) for each in self.up_between_tors())
 
 

@@ -1,8 +1,9 @@
 """The announced traffic of a communication period: the ranks that communicate, their primitives, and the bytes sent.
 
 A trainer announces the traffic, or the daemon derives it from the deployment. `demand.py` converts it into bytes
-between endpoints. An `Intent` corresponds to the intent descriptor in section 5.3 of the paper, and the operations are
-those of the paper's table 1."""
+between ToRs. An `Intent` corresponds to the intent descriptor in section 5.3 of the paper, and the operations are those
+of the paper's table 1.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -45,7 +46,8 @@ class Primitive(StrEnum):
 class Traffic:
     """One operation of a period, in which each rank contributes a message of `bytes_per_rank` bytes, `times` times.
 
-    `groups` lists groups of ranks. `receivers` has one tuple per group, for BIPARTITE and BROADCAST."""
+    `groups` lists groups of ranks. `receivers` has one tuple per group, for BIPARTITE and BROADCAST.
+    """
 
     operation: TrafficOperation
     primitive: Primitive

@@ -1,10 +1,11 @@
 """Choose the lanes that carry core circuits, the ToR that each lane is connected to, and the response slice. Has no
 side effects.
 
-No packet switch lies between two ToRs that a core circuit connects, so its two lanes are chosen together: for the pair
-of ToRs with the most bytes per circuit. A lift is the cross-connect between a lane and a ToR. ToRs are first chosen
-within the allocator's counts, then among all pairs of ToRs with traffic and free ports, and finally among any ToRs. The
-lanes reserved for responses (the response slice) have the same circuits in every stage and period."""
+A core circuit connects two ToRs without a packet switch between them. Its two ToRs are therefore chosen together: the
+pair with the most bytes per circuit. A lift is the cross-connect between a lane and a ToR. ToRs are first chosen within
+the allocator's counts, then among all pairs of ToRs with traffic and free ports, and finally among any ToRs. The lanes
+reserved for responses (the response slice) have the same circuits in every stage and period.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -36,9 +37,9 @@ def place_in_core(
 def evened_out(
     placed: PlacedCircuits, lanes: Mapping[EndpointId, Iterable[Lane]], rooms: Mapping[EndpointId, AggRoom]
 ) -> tuple[PortPair, ...]:
-    """Move new circuits to the core lanes whose far ends have the most free ToR ports. The number of circuits per core
-    switch does not change. Two ToRs can only be connected on a switch where both have a free port, so lifts must not
-    use all ports of one switch."""
+    """Move new circuits to the core lanes that end on the aggregation switches with the most free ToR ports. The number
+    of circuits per core switch does not change. Two ToRs can only be connected on a switch where both have a free port,
+    so lifts must not use all ports of one switch."""
     kept = frozenset(placed.kept)
     taken = {port for each in kept for port in each.sides}
     left = {switch: count for room in rooms.values() for switch, count in room.ports_on().items()}
@@ -84,8 +85,8 @@ def lift_all(
     between: Mapping[Pair, Mapping[Tors, float]],
     most: Mapping[Tors, int],
 ) -> Lifted:
-    """Connect the lanes of core circuits to ToRs, using ports of the rooms. `budget` has the planned number of lifts
-    per switch and ToR. `between` has the bytes between ToRs, with the smaller PoD's ToR first. `most` has the maximum
+    """Connect the lanes of core circuits to ToRs on free ports of `rooms`. `budget` has the planned number of lifts per
+    switch and ToR. `between` has the bytes between ToRs, with the smaller PoD's ToR first. `most` has the maximum
     number of circuits per pair of ToRs; pairs that are not in `most` are not limited."""
     work = _Lifting(rooms, dict(budget), between, most)
     todo = []
@@ -120,7 +121,7 @@ class _Lifting:
         self.result = Lifted()
 
     def keep(self, core: PortPair, one: _End, other: _End) -> bool:
-        """Keep both lifts of the core circuit if they are up and still wanted; return whether they were kept."""
+        """Keep both lifts of the core circuit if they are up and still needed; return whether they were kept."""
         tors = self._rooms[one[0]].up_to(one[1]), self._rooms[other[0]].up_to(other[1])
         if tors[0] is None or tors[1] is None or not (self._due(one, tors[0]) and self._due(other, tors[1])):
             return False
@@ -132,8 +133,8 @@ class _Lifting:
         return True
 
     def lift(self, core: PortPair, one: _End, other: _End, allowed: Callable[[_End, EndpointId], bool]) -> bool:
-        """Lift both lanes to the allowed pair of ToRs with the most bytes per circuit; return False if no pair is
-        allowed."""
+        """Connect both lanes of the core circuit to the allowed pair of ToRs with the most bytes per circuit. Return
+        False if no pair is allowed."""
         best, most = None, (0.0, 0)
         for (first, second), sent_bytes in self._between.get(pair_of(one[0], other[0]), {}).items():
             share = sent_bytes / (self.result.circuits[first, second] + 1)
@@ -174,8 +175,8 @@ class _Lifting:
         return self._rooms[end[0]].left(end[1], tor) > 0
 
     def _any(self, end: _End) -> EndpointId | None:
-        """Return the current ToR of the lane if it still needs a lift. Otherwise return the ToR that needs the most
-        lifts, or None if no ToR has a free port."""
+        """Return the current ToR of the lane if this ToR still needs a lift. Otherwise return the ToR that needs the
+        most lifts, or None if no ToR has a free port."""
         room, lane = self._rooms[end[0]], end[1]
         up = room.up_to(lane)
         if up is not None and self._due(end, up) > 0:
@@ -196,9 +197,9 @@ Carried = tuple[tuple[PortPair, ...], tuple[PortPair, ...], tuple[str, ...]]
 
 
 def reserve(ground: PlanGround, rooms: Mapping[EndpointId, AggRoom]) -> Carried:
-    """Return circuits between Gen and Train PoDs over the lanes reserved for responses, with each lane lifted to a ToR.
-    The lifts use ports of the rooms. Existing circuits stay, and every Gen PoD gets its first circuit before any Gen
-    PoD gets a second one."""
+    """Return the circuits between Gen and Train PoDs over the lanes reserved for responses, the lifts of these lanes to
+    ToRs, and notes on circuits that cannot be carried. The lifts use free ports of `rooms`. Existing circuits stay, and
+    every Gen PoD gets its first circuit before any Gen PoD gets a second one."""
     lanes = ground.lanes_for(RESPONSES)
     wanted = _circuits(ground, {pod: len(own) for pod, own in lanes.items()})
     placed = place_in_core(ground, lanes, wanted)
@@ -206,7 +207,8 @@ def reserve(ground: PlanGround, rooms: Mapping[EndpointId, AggRoom]) -> Carried:
 
 
 def lift_any(ground: PlanGround, rooms: Mapping[EndpointId, AggRoom], cross_connects: Iterable[PortPair]) -> Carried:
-    """Lift the lanes of these core circuits to any ToRs that have ports, round-robin."""
+    """Connect the lanes of these core circuits, round-robin, to any ToRs that have free ports. Return the circuits that
+    can be carried, the new lifts, and a note on each circuit that cannot be carried."""
     turns: Counter[EndpointId] = Counter()
     core, lifts, notes = [], [], []
     for each in sorted(cross_connects):
@@ -232,8 +234,8 @@ def lift_any(ground: PlanGround, rooms: Mapping[EndpointId, AggRoom], cross_conn
 def _tor(
     room: AggRoom, lane: Lane, turns: Counter[EndpointId], taken: Collection[EndpointId | None]
 ) -> EndpointId | None:
-    """Return the ToR that the lane is connected to, unless it is taken. Otherwise return the free ToR with the fewest
-    lanes, or None if no ToR is free."""
+    """Return the ToR that the lane is connected to, unless it is in `taken`. Otherwise return the free ToR with the
+    fewest lanes in `turns`, or None if no ToR is free."""
     known = room.lifted_to(lane) or room.up_to(lane)
     if known is not None and known not in taken:
         return known
@@ -242,7 +244,8 @@ def _tor(
 
 
 def _circuits(ground: PlanGround, ports: Mapping[EndpointId, int]) -> Mapping[Pair, int]:
-    """Allocate circuits as if each Gen PoD had equal demand to all Train PoDs, but twice the demand to one."""
+    """Allocate circuits as if each Gen PoD sent the same amount to all Train PoDs except one, to which it sent twice as
+    much. `ports` has the number of lanes of each PoD."""
     gen, train = (
         sorted(pod.id for pod in ground.site.pods if pod.role is role and ports.get(pod.id))
         for role in (PodRole.GEN, PodRole.TRAIN)

@@ -1,8 +1,9 @@
 """Trace light from ToR to ToR: find the links that packets can use, and the cross-connects of each link. Has no side
 effects.
 
-Inside a PoD one cross-connect is one link. Between PoDs, light passes a lift from a ToR to a lane, the core, and a drop
-from the other PoD's lane to a ToR. The link exists only while all three cross-connects are up."""
+Inside a PoD, one cross-connect is one link. Between PoDs, light passes three cross-connects: a lift from a ToR to a
+lane, one in the core, and a drop from the other PoD's lane to a ToR. The link exists only while all three are up.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,13 +27,13 @@ class Lit:
 
 
 def fibres_of(site: Site, tor: EndpointId) -> tuple[Port, ...]:
-    """Return the switch ports that a ToR has fibres to, ordered by switch, then as the site lists them."""
+    """Return the switch ports to which a ToR has fibres, ordered by switch, then as the site lists them."""
     return site.fibres[Tier.AGG].get(tor, ())
 
 
 def interfaces_at(site: Site, names: Mapping[EndpointId, Sequence[str]]) -> Mapping[Port, Interface]:
-    """Return the interface behind each port that a ToR has a fibre to. `names` lists each ToR's interfaces in the order
-    of its fibres. Raises ValueError if the counts differ."""
+    """Return the ToR interface at the other end of each port's fibre. `names` lists each ToR's interfaces in the order
+    of its fibres. Raises ValueError if a ToR has more or fewer interfaces than fibres."""
     return {
         port: (tor, interface)
         for tor, listed in names.items()

@@ -4,7 +4,8 @@ This is Algorithm 2 (section 5.3) of the paper. `orchestrrl/fabric/circuit_execu
 
 A plan covers the PoDs that its stage touches and in which the intent has ranks. All other PoDs keep their circuits,
 including the core circuits between two such PoDs. `FabricPlan.cross_connects` covers the whole site. Ports are assigned
-in this order: pins, the reserved slice, core lanes with their lifts, ToR to ToR, spare ports."""
+in this order: pins, the response slice, core lanes with their lifts, circuits between ToRs, spare ports.
+"""
 
 import math
 from collections import Counter, defaultdict
@@ -40,9 +41,10 @@ def materialize(
     template: StageTemplate | None = None,
     bridges: frozenset[Pair] = frozenset(),
 ) -> FabricPlan | Hold:
-    """Return the plan of an intent, or a Hold with the code `nobody_placed` or `infeasible`. If `template` is None, the
-    template of the intent's stage is used. `bridges` are pairs of ToRs that get a circuit even without traffic; their
-    PoDs are treated as touched."""
+    """Return the plan of an intent, or a Hold. The code of the Hold is `nobody_placed` if the stage touches no PoD with
+    ranks, and `infeasible` if the circuits cannot be committed. If `template` is None, the template of the intent's
+    stage is used. `bridges` are pairs of ToRs that get a circuit even without traffic; their PoDs are treated as PoDs
+    with ranks."""
     template = template or TEMPLATES[intent.stage]
     flows = flows_of(intent, site, state.failures)
     pods = flows.pods | {site.pod_of[tor] for pair in bridges for tor in pair}
@@ -59,8 +61,8 @@ def materialize(
 
 
 def validate(site: Site, state: FabricState, cross_connects: Iterable[PortPair]) -> tuple[str, ...]:
-    """Return the reasons why these cross-connects cannot be committed in this state (the final check of section 5.3);
-    empty if they can be committed."""
+    """Return the reasons why these cross-connects cannot be committed in this state. The result is empty if they can be
+    committed. This is the final check of section 5.3 of the paper."""
     ground = PlanGround(site, state, frozenset(site.pod))
     wanted = frozenset(cross_connects)
     used = {port for each in wanted for port in each.sides}
@@ -78,11 +80,11 @@ def validate(site: Site, state: FabricState, cross_connects: Iterable[PortPair])
 
 
 def check_coupling(site: Site, cross_connects: Iterable[PortPair]) -> tuple[str, ...]:
-    """Return the PoDs that cannot carry their core circuits, with the counts needed and carried; empty if all are
-    carried.
+    """Return a message for each PoD that cannot carry all its core circuits, with the counts needed and carried.
 
-    An uplink does not switch. A core circuit ends on one lane in each PoD, and its light reaches a ToR only if the
-    PoD's own switch connects that lane to the ToR. See appendix D ("Agg/Core relationship") of the paper."""
+    An uplink does not switch light. A core circuit ends on one lane in each PoD, and its light reaches a ToR only if
+    the PoD's own switch connects that lane to the ToR. See appendix D ("Agg/Core relationship") of the paper.
+    """
     cross_connects = frozenset(cross_connects)
     joined = partners(cross_connects)
     wanted: Counter[str] = Counter()
@@ -108,8 +110,8 @@ class _Drafted:
     slowest_bytes: float  # per circuit, of a pair of ToRs with circuits
 
     def misses(self) -> tuple[int, float, float]:
-        """Return a sort key that is smaller for better drafts: the number of unserved pairs of ToRs first, then the
-        unserved bytes, then the most bytes per circuit."""
+        """Return a sort key that is smaller for better drafts: the number of unserved pairs first, then the unserved
+        bytes, then the most bytes per circuit."""
         return sum(len(tier.unserved) for tier in self.plan.tiers), self.unserved_bytes, self.slowest_bytes
 
 
@@ -195,7 +197,7 @@ class _Draft:
         return [*foreign, *core], lifts
 
     def _in_pod(self, pod: EndpointId, sizes: CircuitSizes, carrying: Iterable[PortPair]) -> "_InPod":
-        """Place circuits between ToRs together with the lifts of the lanes that the core uses."""
+        """Place the PoD's circuits between ToRs, together with the lifts of the lanes that core circuits use."""
         room, ground = self._rooms[pod], self._ground
         lanes = [ground.site.lane_at[port] for each in carrying for port in each.sides]
         cabling = room.cabling_with(pod, [lane for lane in lanes if self._site.pod_of[lane.uplink] == pod])
@@ -215,7 +217,8 @@ class _Draft:
         return found
 
     def _spare(self, pod: EndpointId) -> Iterable[PortPair]:
-        """Return circuits for the spare ports: the existing circuits, or new ones spread over all pairs of ToRs."""
+        """Return circuits for the PoD's spare ports: the existing circuits, or new ones spread over all pairs of
+        ToRs."""
         room = self._rooms[pod]
         spare: Iterable[PortPair] = room.up_between_tors()
         if self._template.spreads_spare:
@@ -232,8 +235,8 @@ class _Draft:
         general_lifts: frozenset[PortPair],
         unplaced: Mapping[Pair, int],
     ) -> TierPlan:
-        """Return the plan of one PoD's aggregation layer. If a ToR lacks a lift that it needs, the pair of the ToR and
-        its PoD is listed as unserved."""
+        """Return the plan of one PoD's aggregation layer. If a ToR lacks a lift that it needs, the pair of this ToR and
+        the PoD is listed as unserved."""
         owner = self._ground.site.owner
         circuits: Counter[Pair] = Counter()
         lifts: Counter[Pair] = Counter()
@@ -287,7 +290,8 @@ class _Draft:
         return dict(sorted(circuits.items()))
 
     def _served(self, demand: Directed, circuits: Mapping[Pair, int]) -> tuple[float, tuple[Pair, ...]]:
-        """Return the seconds of the slowest pair that has circuits, and the pairs that have none."""
+        """Return the completion time, in seconds, of the slowest pair that has circuits, and the pairs with demand that
+        have none."""
         slowest, unserved = 0.0, set()
         for ends, sent_bytes in demand.items():
             if sent_bytes > 0:

@@ -1,7 +1,9 @@
 """The basic types of the fabric: endpoints, circuits and cross-connects. Instances are immutable and validated.
 
-A circuit is full duplex and connects two endpoints. In the aggregation layer of a PoD these are ToRs and uplinks; in
-the core layer they are PoDs. A cross-connect (`PortPair`) carries a circuit: it connects two ports of one switch."""
+A circuit is full duplex and connects two endpoints. In the aggregation layer of a PoD the endpoints are ToRs and
+uplinks; in the core layer they are PoDs. A cross-connect (`PortPair`) carries a circuit: it connects two ports of one
+switch.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -15,7 +17,7 @@ Port = tuple[OcsId, int]
 
 
 def pair_of(one: EndpointId, other: EndpointId) -> Pair:
-    """Return the two endpoints, the smaller id first. Raises ValueError if they are equal."""
+    """Return the two endpoints in the order of their ids. Raises ValueError if they are equal."""
     if one == other:
         raise ValueError(f"a circuit must connect two different endpoints, got {one!r} for both")
     return (one, other) if one < other else (other, one)
@@ -58,7 +60,7 @@ def shared_ports(cross_connects: Iterable[PortPair]) -> dict[Port, int]:
 
 
 def partners(cross_connects: Iterable[PortPair]) -> Mapping[Port, Port]:
-    """Return a map from each used port to the port it is connected to."""
+    """Return a map from each used port to the port to which it is connected."""
     return {one: other for each in cross_connects for one, other in (each.sides, each.sides[::-1])}
 
 
@@ -87,7 +89,8 @@ class Cabling:
         return self.ports.get(switch, {}).get(port)
 
     def ends(self, cross_connect: PortPair) -> Pair | None:
-        """Return the two endpoints of a cross-connect; None if a port has no fibre, or both belong to one endpoint."""
+        """Return the two endpoints of a cross-connect; None if one of its ports has no fibre, or if both ports belong
+        to one endpoint."""
         one = self.endpoint(cross_connect.switch, cross_connect.port_a)
         other = self.endpoint(cross_connect.switch, cross_connect.port_b)
         return None if one is None or other is None or one == other else pair_of(one, other)

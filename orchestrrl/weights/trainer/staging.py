@@ -1,8 +1,8 @@
 """Stage the tensors of a trainer rank, or of a checkpoint, in a file that the host's peer serves.
 
 A file is written under a temporary name and renamed when it is complete, so that an interrupted write is never used.
-Space is allocated before bytes are copied: a full /dev/shm would otherwise kill the process at the first page without
-memory. This module does not import torch.
+Space is allocated before bytes are copied. Without this, a full /dev/shm would kill the process when it first writes to
+a page without memory. This module does not import torch.
 """
 
 import mmap
@@ -27,12 +27,13 @@ from planner.sync_tree.reshard import ShardSlice
 
 
 class PieceCopies(Protocol):
-    """Copies values into the file. `offload_s` is the total time of copies from a device, in seconds."""
+    """Copies the values of tensor pieces to a staged file. `offload_s` is the total time, in seconds, of copies from a
+    device."""
 
     offload_s: float
 
     def copy(self, piece: TensorPiece, into: Bytes) -> None:
-        """Copy a piece into `into`, the bytes of its whole tensor."""
+        """Copy a piece to its place in `into`, which holds the bytes of the whole tensor."""
         ...
 
 
@@ -61,8 +62,8 @@ class StagedRank:
 def stage(
     folder: Path, version: int, rank: int, world: int, pieces: Sequence[TensorPiece], copies: PieceCopies
 ) -> StagedRank:
-    """Stage a rank's pieces of a version. When the file is complete, it replaces an earlier file of the rank. Raises
-    Permanent if there is not enough space or the folder cannot be written."""
+    """Stage a rank's pieces of a version in a file below `folder`. Once complete, the file replaces an earlier file of
+    the same rank. Raises Permanent if there is not enough space or the file cannot be written."""
     tensors = tensors_of(pieces)
     part = StagedPart(rank, boxes_of(pieces))
     size = sum(piece.bytes for piece in pieces)
@@ -114,7 +115,7 @@ def _write(
 
 
 def _clear(home: Path, rank: int, world: int) -> None:
-    """Delete files that an earlier trainer left: this rank's unfinished files, and parts of ranks beyond `world`."""
+    """Delete files that an earlier trainer left: unfinished files of this rank, and the files of ranks >= `world`."""
     for left in home.glob(f".part-{rank}.safetensors.*"):
         left.unlink(missing_ok=True)
     for left in home.glob("part-*.safetensors"):
@@ -124,7 +125,7 @@ def _clear(home: Path, rank: int, world: int) -> None:
 
 
 def _pages(part: StagedPart, layout: FileLayout) -> tuple[Ints, Ints]:
-    """Return the starts and ends of the pages that the header and the part's boxes occupy in the file."""
+    """Return the byte offsets at which the pages of the header and of the part's boxes start and end in the file."""
     tensors = {tensor.name: tensor for tensor in layout.tensors}
     written, size = [], 0
     for name, boxes in part.boxes.items():
@@ -148,8 +149,8 @@ def _no_room(home: Path, size: int) -> str:
 
 
 def checkpoint_pieces(folder: Path) -> list[TensorPiece]:
-    """Return a checkpoint's tensors, sorted by name, for `publish_arrays`. Raises Permanent, with one line per fault,
-    if the checkpoint cannot be read or has unsupported tensors."""
+    """Return a checkpoint's tensors, sorted by name, for `publish_arrays`. Raises Permanent if the checkpoint cannot be
+    read or has unsupported tensors; the message has one line per fault."""
     if not folder.is_dir():
         raise Permanent(f"{folder} is not a directory")
     try:

@@ -32,12 +32,14 @@ BOUNCE_BYTES = 64 * 1024 * 1024  # size of each of the two pinned buffers betwee
 def pieces_of(
     model: Any, *, dtype: Any = None, tied: Tied = "once", rename: Rename | None = None, ignore: Sequence[str] = ()
 ) -> list[TensorPiece]:
-    """Return this rank's pieces of a module, or of a state dict with whole tensors and DTensors, without gathering.
+    """Return this rank's pieces of a module, or of a state dict with whole tensors and DTensors. Tensors are not
+    gathered.
 
-    Floating-point tensors are published as `dtype` ("bf16" or torch.bfloat16). If `tied` is "once", a tensor with
-    several names is published only under the first name, as Hugging Face saves it. If `tied` is "each", it is published
-    under every name. `ignore` lists the tensors to leave out, by name or by a name prefix that ends in a dot. Raises
-    Permanent, listing the tensors, if tensors cannot be published.
+    If `dtype` is given, for example "bf16" or torch.bfloat16, floating-point tensors of at least 16 bits are published
+    in it. If `tied` is "once", a tensor with several names is published only under the first name, as Hugging Face
+    saves it. If `tied` is "each", it is published under every name. `rename` returns the name of a tensor for engines,
+    or None to leave the tensor out. `ignore` lists more tensors to leave out, by name or by a name prefix that ends in
+    a dot. Raises Permanent if some tensors cannot be published; the message lists them.
     """
     pieces: list[TensorPiece] = []
     for name, tensor, local in _publishable(model, tied, rename, ignore):
@@ -62,8 +64,9 @@ def state_of(model: Any) -> Mapping[str, Any]:
 
 
 def published_dtype(dtype: Any, wanted: Any) -> str:
-    """Return the safetensors name of the dtype in which a tensor is published: `wanted`, if it is given and the tensor
-    is a floating-point tensor, else the tensor's own dtype. Raises Permanent if the dtype is unsupported."""
+    """Return the safetensors name of the dtype in which a tensor of `dtype` is published. This is `wanted` if it is
+    given and `dtype` is a floating-point type of at least 16 bits, and otherwise `dtype` itself. Raises Permanent if
+    either dtype is unsupported."""
     own = _DTYPES.get(str(dtype).removeprefix("torch."))
     if own is None:
         raise Permanent(f"the dtype of a tensor must be one of {', '.join(_DTYPES)}, got {dtype}")
@@ -144,8 +147,8 @@ def _cuts(meta: TensorMeta, mesh: Any, placements: Sequence[Any]) -> list[AxisCu
 
 
 class TensorCopies:
-    """Copies torch tensors. CUDA tensors are copied through two pinned buffers: one buffer is filled from the device
-    while the other is copied to the file."""
+    """Copies torch tensors to a staged file. CUDA tensors are copied through two pinned buffers: one buffer is filled
+    from the device while the other is copied to the file."""
 
     def __init__(self) -> None:
         self.offload_s = 0.0
@@ -207,9 +210,9 @@ class TensorCopies:
 def named_tensors(
     model: Any, dtype: Any, rename: Rename | None, ignore: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, TensorMeta]]:
-    """Return the tensors of a module or state dict and their published metadata, both by their names for engines. A
-    tensor with several names is returned only under the first. Raises Permanent, listing the tensors, if tensors cannot
-    be published."""
+    """Return the tensors of a module or state dict and their published metadata, each by the name that engines use. A
+    tensor with several names is returned only under the first. Raises Permanent if some tensors cannot be published;
+    the message lists them."""
     tensors = {name: tensor for name, tensor, _ in _publishable(model, "once", rename, ignore)}
     return tensors, {
         name: TensorMeta(name, published_dtype(tensor.dtype, dtype), tuple(tensor.shape))
@@ -220,8 +223,8 @@ def named_tensors(
 def _publishable(
     model: Any, tied: Tied, rename: Rename | None, ignore: Sequence[str]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, tensor, local part on this rank). Raises Permanent, listing the tensors, if tensors cannot be
-    published."""
+    """Yield the name of each tensor to publish, the tensor, and its local part on this rank. Raises Permanent if some
+    tensors cannot be published; the message lists them."""
     faults: list[str] = []
     seen: set[tuple[Any, ...]] = set()
     for name, tensor in _named(state_of(model), rename, ignore):
@@ -240,7 +243,7 @@ def _publishable(
 
 
 def gathered(tensor: Any, meta: TensorMeta) -> Any:
-    """Return the whole tensor in its published dtype. This is a collective call if the tensor is sharded."""
+    """Return the whole tensor in its published dtype. If the tensor is sharded, this is a collective call."""
     gather = getattr(tensor, "full_tensor", None)
     whole = gather() if callable(gather) else tensor
     return whole.detach().to(torch_dtype(meta.dtype)).contiguous()

@@ -1,8 +1,8 @@
 """The interface of a transport: unidirectional links between two peers that carry chunks in order.
 
 Transports are a plug point: one module per transport, registered in the entry-point group
-`orchestrrl.weight_transports`. Every transport passes `orchestrrl/weights/transports/conformance.py`. Calls block and
-are made from the thread that owns an edge. Each endpoint of a link has one such thread.
+`orchestrrl.weight_transports`. Every transport must pass `orchestrrl/weights/transports/conformance.py`. Calls block.
+Each endpoint of a link is used by a single thread, except that `close` may also be called from other threads.
 """
 
 from typing import Protocol
@@ -14,8 +14,8 @@ SMALL_BYTES = 64
 
 
 class LinkBroken(Retryable):
-    """Raised if the other endpoint closed the link or no byte moved within the time limit. Chunks that arrived are
-    intact."""
+    """Raised if a link fails: the other endpoint closed it, its connection was lost, or no byte moved within the time
+    limit. Chunks that arrived earlier are intact."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, after_s=1.0)
@@ -29,16 +29,16 @@ class PendingChunk(Protocol):
     """A chunk in flight. Chunks of a link must be waited for in the order in which they were submitted."""
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the chunk is sent or received and the caller may reuse the buffer. Raises LinkBroken if the link
-        breaks or no byte moves for `timeout_s`."""
+        """Wait until the chunk is sent or received, so that the caller may reuse its buffer. Raises LinkBroken if the
+        link breaks or no byte moves for `timeout_s`."""
         ...
 
 
 class OutgoingLink(Protocol):
-    """The sender's endpoint. Two chunks and one small message (`SMALL_BYTES`) may be in flight at the same time.
+    """The sender's endpoint of a link. Two chunks and one small message (`SMALL_BYTES`) may be in flight together.
 
     Only `close` may be called from another thread: it interrupts a waiting call, which raises LinkBroken. A repeated
-    call of `close` has no effect. Chunks that were waited for before the call still reach the receiver.
+    call of `close` has no effect. Chunks that were waited for before `close` still reach the receiver.
     """
 
     def send(self, chunk: memoryview) -> PendingChunk:
@@ -52,7 +52,8 @@ class OutgoingLink(Protocol):
 
 
 class IncomingLink(Protocol):
-    """The receiver's endpoint. The limits on chunks in flight and the rules of `close` are those of OutgoingLink."""
+    """The receiver's endpoint of a link. The limit on chunks in flight and the rules for `close` are as in
+    OutgoingLink."""
 
     def receive(self, into: memoryview) -> PendingChunk:
         """Start to receive a chunk into `into`. Both endpoints must use the same chunk sizes. Raises LinkBroken if the
@@ -71,13 +72,14 @@ class Transport(Protocol):
         ...
 
     def accept(self, key: str, timeout_s: float) -> IncomingLink:
-        """Return the receiver's endpoint of link `key` once the sender dials. Raises NotYet if it does not dial within
-        `timeout_s`, and LinkBroken if the connection fails or the transport is closed."""
+        """Return the receiver's endpoint of link `key` once the sender dials. Raises NotYet if the sender does not dial
+        within `timeout_s`, and LinkBroken if the connection fails or the transport is closed."""
         ...
 
     def dial(self, address: str, key: str, timeout_s: float) -> OutgoingLink:
         """Return the sender's endpoint of link `key` once the receiver has accepted it. Raises NotYet if the receiver
-        has not accepted within `timeout_s`, and LinkBroken if no process listens at the address."""
+        has not accepted within `timeout_s`, and LinkBroken if the connection fails, for example because no process
+        listens at `address`."""
         ...
 
     def close(self) -> None:
@@ -98,6 +100,7 @@ TRANSPORTS = PlugPoint(
 
 def make_transport(name: str, host: str) -> Transport:
     """Create the transport `name` for `host`, the address on which it listens and to which other peers connect. Raises
-    Permanent if the name is unknown (listing the known names) or a requirement of the transport is missing."""
+    Permanent if the name is unknown, with a list of the known names, or if a requirement of the transport is
+    missing."""
     transport: Transport = TRANSPORTS.load(name)(host)
     return transport

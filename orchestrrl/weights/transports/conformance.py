@@ -69,8 +69,8 @@ class TwoPeers:
     def exchange(
         self, link: tuple[OutgoingLink, IncomingLink], chunks: Sequence[bytes], *, closes: bool = False
     ) -> None:
-        """Send chunks and check that they arrive unchanged and in order. If `closes` is set, the sender closes the link
-        as soon as it has sent the chunks."""
+        """Send chunks over a link and check that they arrive unchanged and in order. If `closes` is True, the sender
+        closes the link as soon as it has sent the chunks."""
 
         def send() -> None:
             send_all(link[0], chunks)
@@ -104,7 +104,7 @@ def send_all(link: OutgoingLink, chunks: Sequence[bytes]) -> None:
 
 
 def receive_all(link: IncomingLink, sizes: Sequence[int]) -> list[bytes]:
-    """Receive chunks of these sizes, each into a separate buffer, and return their contents."""
+    """Receive chunks of the given sizes, each into a separate buffer, and return their contents."""
     into = [bytearray(size) for size in sizes]
     _two_in_flight(link.receive, into)
     return [bytes(each) for each in into]
@@ -121,7 +121,7 @@ def _two_in_flight(begin: Callable[[memoryview], PendingChunk], chunks: Sequence
 
 
 class TransportConformance:
-    """The tests that every transport must pass. Each test has a separate pair of transports, the fixture `two`."""
+    """The tests that every transport must pass. Each test uses a new pair of transports, `self.two`."""
 
     def make_transport(self) -> Transport:
         raise TypeError(f"{type(self).__name__} must implement make_transport")

@@ -1,7 +1,7 @@
-"""The gloo transport of torch.distributed, from host memory to host memory. It needs torch but no GPU.
+"""The gloo transport of torch.distributed, which copies from host memory to host memory. It needs torch but no GPU.
 
 Gloo's own threads move the bytes, so a chunk progresses while Python runs other code. A wait that times out breaks the
-link, because gloo then fails every operation of the group; `interrupt` uses the same effect.
+link, because gloo then fails every operation of the process group. `interrupt` relies on this behaviour.
 """
 
 import contextlib

@@ -1,8 +1,9 @@
 """Links that are torch.distributed process groups of two ranks each: the common part of the gloo and NCCL transports.
 
-The sender connects to the receiver's listener, which answers with the address of a store in its process and a prefix
-that is unique to the link. The socket of this rendezvous stays open for the lifetime of the group. The receiver uses
-it to confirm that it has received all chunks, and its end shows that the other process has exited.
+The sender connects to the receiver's listener. The listener answers with the address of a store in the receiver's
+process and a prefix that is unique to the link. The socket of this rendezvous stays open for the lifetime of the group.
+Over this socket, the receiver confirms that it has received all chunks. If the receiver's process exits instead, the
+socket is closed, so the sender stops waiting for the confirmation.
 """
 
 import contextlib
@@ -86,7 +87,7 @@ class GroupTransport(ABC):
 
 
 class JoinedGroup(ABC):
-    """A process group of two ranks, as seen by one rank. `lingers` is set if bytes may be lost when the sender leaves
+    """A process group of two ranks, as seen by one rank. `lingers` is True if bytes may be lost when the sender leaves
     before the receiver has received all bytes."""
 
     lingers: bool
@@ -97,8 +98,8 @@ class JoinedGroup(ABC):
 
     @abstractmethod
     def send(self, chunk: torch.Tensor) -> Wait:
-        """Start to send; return a function that waits until the chunk is sent. Raises RuntimeError if the group has
-        failed."""
+        """Start to send a chunk; return a function that waits until the chunk is sent. Raises RuntimeError if the group
+        has failed."""
 
     @abstractmethod
     def receive(self, into: torch.Tensor) -> Wait: ...
@@ -153,8 +154,8 @@ class _GroupLink:
                 raise LinkBroken(_short(error)) from error
 
     def close(self) -> None:
-        """Close the link. May be called from the link's own thread, or from another thread while the link's thread
-        waits."""
+        """Close the link. This method may be called from the link's own thread, or from another thread while the link's
+        thread waits."""
         if not self._at_work.acquire(blocking=False):
             self._interrupted = True
             if (joined := self._joined) is not None:
@@ -172,7 +173,7 @@ class _GroupLink:
             self._at_work.release()
 
     def _send_farewell(self) -> None:
-        """End the link in agreement with the other endpoint. Called after the caller has waited for all chunks."""
+        """Agree with the other endpoint to end the link. The caller must have waited for all chunks."""
 
 
 class GroupOutgoing(_GroupLink):
@@ -180,7 +181,7 @@ class GroupOutgoing(_GroupLink):
         return self._begin(chunk, lambda joined, tensor: joined.send(tensor))
 
     def _send_farewell(self) -> None:
-        """Wait until the receiver confirms that it has all chunks or disconnects, for at most `FAREWELL_S`."""
+        """Wait, for at most `FAREWELL_S`, until the receiver disconnects or confirms that it has all chunks."""
         with contextlib.suppress(OSError):  # the receiver has gone
             self._meeting.settimeout(FAREWELL_S)
             self._meeting.shutdown(socket.SHUT_WR)
@@ -197,7 +198,8 @@ class GroupIncoming(_GroupLink):
 
 
 def tensor_of(memory: memoryview) -> torch.Tensor:
-    """Return a uint8 tensor that shares this memory. Read-only memory may only be sent."""
+    """Return a uint8 tensor that shares `memory`. If the memory is read-only, the tensor may be sent but not received
+    into."""
     flat = memory.cast("B")
     if not flat:
         return torch.empty(0, dtype=torch.uint8)

@@ -1,13 +1,13 @@
 """The listener of a peer, which accepts senders' connections by the key of their link.
 
-The sender connects and sends the key; the receiver answers when its process accepts a link with that key. Other
-connections are limited in bytes, time and number, and are closed without an answer.
+The sender connects and sends the key; the receiver answers when its process accepts a link with that key. Connections
+without a valid key are limited in bytes, time and number, and are closed without an answer.
 
     sender:   magic, version (1 byte), length of the key (2 bytes, network order), key
     receiver: magic, version, length of the answer (2 bytes), answer
 
-A transport with its own connections (gloo, NCCL) uses the listener for rendezvous and keeps the socket open, because
-the end of this connection shows at once that the other process has exited.
+A transport with its own connections (gloo, NCCL) uses the listener only for rendezvous. It keeps the socket open to
+detect at once that the other process has exited.
 """
 
 import asyncio
@@ -74,7 +74,8 @@ class LinkListener:
 
     def accept(self, key: str, timeout_s: float, answer: bytes = b"") -> socket.socket:
         """Wait for the sender of link `key`, send it `answer`, and return a blocking socket to it. Raises NotYet if the
-        sender does not connect within `timeout_s`, and LinkBroken if the listener is closed."""
+        sender does not connect within `timeout_s`, and LinkBroken if the listener is closed or the sender
+        disconnects."""
         until_s = time.monotonic() + timeout_s
         with self._changed:
             while True:
@@ -134,7 +135,8 @@ class LinkListener:
             await stop(*strangers)
 
     async def _introduce(self, came: socket.socket) -> None:
-        """Read the key of a sender's link. Close the connection if no valid key arrives within the time limit."""
+        """Read the link's key from a new connection and keep the connection for `accept`. If no valid key arrives
+        within the time limit, close the connection."""
         key = None
         try:
             came.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -163,8 +165,8 @@ def _run(loop: asyncio.AbstractEventLoop, attending: asyncio.Task[None]) -> None
 
 
 async def _heard(came: socket.socket, size: int) -> bytes:
-    """Receive exactly `size` bytes, because later bytes belong to the link. Raises ValueError if the stream ends
-    earlier."""
+    """Receive exactly `size` bytes, because later bytes belong to the link. Raises ValueError if the stream ends before
+    `size` bytes have arrived."""
     heard = b""
     while len(heard) < size:
         part = await asyncio.get_running_loop().sock_recv(came, size - len(heard))
@@ -176,8 +178,8 @@ async def _heard(came: socket.socket, size: int) -> bytes:
 
 def knock(address: str, key: str, timeout_s: float, buffer_bytes: int = 0) -> tuple[socket.socket, bytes]:
     """Connect to a receiver for link `key`; return a blocking socket and the receiver's answer once it has accepted.
-    Raises NotYet if the receiver has not accepted within `timeout_s`, and LinkBroken if the connection fails or the
-    answer is invalid."""
+    Raises NotYet if the receiver has not accepted within `timeout_s`, LinkBroken if the connection fails or the answer
+    is invalid, and ValueError if the key is too long."""
     said = key.encode()
     if len(said) > MOST_BYTES:
         raise ValueError(f"a link's key must have at most {MOST_BYTES} bytes, got {len(said)}")
@@ -227,7 +229,7 @@ def _connect(address: str, until_s: float, timeout_s: float, buffer_bytes: int) 
 
 def widen(sock: socket.socket, buffer_bytes: int) -> None:
     """Set the socket's buffer sizes to `buffer_bytes`. If `buffer_bytes` is 0 or exceeds the kernel's limit, leave the
-    sizes to the kernel's autotuning, because a buffer that the kernel has limited would never grow."""
+    sizes to the kernel's autotuning, because a buffer whose requested size the kernel has capped never grows."""
     for option, limit in ((socket.SO_SNDBUF, "wmem_max"), (socket.SO_RCVBUF, "rmem_max")):
         if 0 < buffer_bytes <= _allowed_bytes(limit):
             sock.setsockopt(socket.SOL_SOCKET, option, buffer_bytes)
@@ -273,7 +275,7 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
 
 
 def _is_there(sock: socket.socket) -> bool:
-    """Return whether the connection is open, that is, the other endpoint has not closed it."""
+    """Return whether the connection is still open at the other endpoint."""
     try:
         return sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
     except BlockingIOError:

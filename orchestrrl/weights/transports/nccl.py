@@ -3,9 +3,9 @@
 Construction, errors and the part shared with gloo (groups.py) are tested. A transfer between two GPUs has not been
 tested. Such a test needs two processes with one GPU each, because NCCL refuses two ranks on one GPU.
 
-A chunk has a buffer on the GPU from its start until the caller has waited for it, so a link with two chunks and a small
-message in flight has three buffers. A receive is a kernel that runs until its bytes have arrived; each link has its own
-stream.
+A chunk has a buffer on the GPU from its start until the caller has waited for it. A link with two chunks and a small
+message in flight therefore has three buffers. Each link has its own stream, because a receive is a kernel that runs
+until its bytes have arrived.
 """
 
 import time
@@ -50,7 +50,7 @@ class _Nccl(JoinedGroup):
         self._interrupted = False
 
     def meet(self) -> None:
-        """Exchange one byte, which makes NCCL create the communicator. Raises RuntimeError if it fails."""
+        """Exchange one byte, which makes NCCL create the communicator. Raises RuntimeError if the exchange fails."""
         one = torch.zeros(1, dtype=torch.uint8)
         begun = self.send(one) if self._other == 0 else self.receive(one)
         begun(timedelta(seconds=30))
@@ -78,7 +78,7 @@ class _Nccl(JoinedGroup):
 
     def _until(self, work: Any, timeout: timedelta) -> None:
         """Wait for `work` by polling, because NCCL's own wait blocks only the CUDA stream, not the calling thread.
-        Raises RuntimeError if the work fails, does not end within `timeout`, or the link is closed."""
+        Raises RuntimeError if the work fails, if it does not end within `timeout`, or if the link is closed."""
         until_s = time.monotonic() + timeout.total_seconds()
         while not work.is_completed():
             if self._interrupted:

@@ -1,7 +1,8 @@
 """The TCP transport: one plain socket connection per link. It works on every host and does not need torch.
 
-Sockets block, and the kernel enforces time limits (SO_RCVTIMEO, SO_SNDTIMEO): a chunk is usually one system call,
-outside the interpreter's lock. TCP_USER_TIMEOUT detects a host that disappears while bytes are in flight.
+Sockets block, and the kernel enforces time limits (SO_RCVTIMEO, SO_SNDTIMEO). A chunk therefore usually needs only one
+system call, which runs without the global interpreter lock. TCP_USER_TIMEOUT detects a host that disappears while bytes
+are in flight.
 """
 
 import contextlib
@@ -20,7 +21,8 @@ TIMEVAL = struct.Struct("@ll")
 
 
 class TcpTransport:
-    """The TCP transport. Socket buffers have at most `buffer_bytes`."""
+    """The TCP transport. `buffer_bytes` is the requested size of socket buffers. Links inside one host use smaller
+    buffers."""
 
     def __init__(self, host: str, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._buffer_bytes = buffer_bytes
@@ -47,7 +49,8 @@ class TcpTransport:
 
 
 class _Chunk:
-    """The part of a chunk that is not yet sent or received. Bytes move while a caller waits for a chunk of the link."""
+    """A chunk in flight. `rest` is the part that is not yet sent or received. Its bytes move while the caller waits for
+    this chunk or for another chunk of the link."""
 
     def __init__(self, link: "_Link", rest: memoryview) -> None:
         self.link = link
@@ -113,7 +116,7 @@ class _Link(ABC):
 
     @abstractmethod
     def _move(self, rest: memoryview) -> int:
-        """Move as many bytes of `rest` as possible within the time limit. Return the number of moved bytes, which is 0
+        """Move as many bytes of `rest` as possible within the time limit. Return the number of bytes moved, which is 0
         if the other endpoint has closed the link. Raises OSError if no byte moves within the time limit or the
         connection is lost."""
 

@@ -1,4 +1,4 @@
-"""Shared value types: ids, engines, requests, snapshots and decisions. Instances are frozen and validated."""
+"""Shared value types: ids, engines, requests, snapshots and decisions. All dataclasses are frozen."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ def check_at_least(value: object, least: float, *fields: str) -> None:
 
 
 class RequestState(StrEnum):
-    """The state of a request. `NEW` is used in offline problems only: the request is not on any engine yet."""
+    """The state of a request. `NEW` is used in offline problems only and means that the request is on no engine yet."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -59,7 +59,8 @@ class Knowledge(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Parallelism:
-    """The layout of one engine over its GPUs. Under AFD the engine has `attention_gpus + ffn_gpus` GPUs."""
+    """The layout of one engine over its GPUs. With attention-FFN disaggregation (AFD), the engine has `attention_gpus +
+    ffn_gpus` GPUs."""
 
     tp: int = 1
     dp: int = 1  # data-parallel attention replicas; with ep > 1 they share the experts
@@ -86,7 +87,8 @@ class Parallelism:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """An engine configuration, whose decode step takes `alpha_s + beta_s*sequences + gamma_s*kv_tokens` seconds."""
+    """An engine configuration, whose decode step takes `alpha_s + beta_s*sequences + gamma_s*kv_tokens` seconds.
+    `switch_s` is the time, in seconds, for replacing engines by an engine of this configuration."""
 
     id: ConfigurationId
     gpus: int
@@ -105,20 +107,21 @@ class Configuration:
             raise ValueError(f"prefill_tokens_per_s must be > 0, got {self.prefill_tokens_per_s}")
 
     def step_s(self, sequences: int, kv_tokens: int) -> float:
-        """Return the seconds of a decode iteration over `sequences` with `kv_tokens` KV tokens before the iteration."""
+        """Return the time, in seconds, of a decode step over `sequences` sequences with `kv_tokens` KV tokens before
+        the step."""
         return self.alpha_s + self.beta_s * sequences + self.gamma_s * kv_tokens
 
     def work_s(self, context_tokens: int, remaining_tokens: int) -> float:
-        """Return the seconds that a request adds to its engine's decoding, independent of the other requests.
+        """Return the decoding time, in seconds, that a request adds to its engine, independent of the other requests.
 
-        Its share of alpha is excluded, because that share depends on how many requests run together.
+        The request's share of alpha is excluded, because that share depends on how many requests run together.
         """
         held_tokens = context_tokens * remaining_tokens + remaining_tokens * (remaining_tokens - 1) / 2
         return self.beta_s * remaining_tokens + self.gamma_s * held_tokens
 
     def limited_as(self, engine: "EngineView") -> "Configuration":
-        """Return a copy with the KV capacity and slots that the engine reports. Values that it does not report are
-        unchanged."""
+        """Return a copy with the KV capacity and the maximum number of sequences that the engine reports. Values that
+        the engine does not report are unchanged."""
         return replace(
             self,
             kv_capacity_tokens=engine.kv_capacity_tokens or self.kv_capacity_tokens,
@@ -190,7 +193,7 @@ class EngineView:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All inputs of a decision at one instant. Ages are included, so that a decision reads no clock."""
+    """All inputs of a decision at one instant. Ages are included, so that a decision does not have to read a clock."""
 
     now_s: float
     engines: tuple[EngineView, ...]  # by id
@@ -203,7 +206,8 @@ class Snapshot:
     def inputs_age_s(self) -> float | None:
         """The age of the oldest input; None if an input was never reported or no engine is usable.
 
-        Engines that are gone, draining or report invalid values are not inputs, because no decision is made for them.
+        Engines that are gone or draining, or that report invalid values, are not inputs, because no decision is made
+        for them.
         """
         answering = [engine for engine in self.engines if engine.health in (EngineHealth.OK, EngineHealth.SLOW)]
         readable = [engine for engine in answering if not engine.draining]
@@ -215,7 +219,8 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """A decision not to act, with its reason. `code` is stable; `detail` is a message for operators."""
+    """A decision not to act, with its reason. `code` is a stable identifier of the reason; `detail` is a message for
+    operators."""
 
     code: str
     detail: str
@@ -223,7 +228,8 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """A decision to act, with its reason."""
+    """A decision to act, with its reason. `code` is a stable identifier of the reason; `detail` is a message for
+    operators."""
 
     code: str
     detail: str
@@ -245,7 +251,7 @@ class Alternative:
     """A fleet that the planner considered, with its expected durations over the sampled lengths.
 
     `configuration` is None if configurations are mixed. `total_s` is the time until the fleet's last request ends.
-    `low_s` and `high_s` are the total in the best and in the worst sample.
+    `low_s` and `high_s` are the total time in the best and in the worst sample.
     """
 
     configuration: ConfigurationId | None
@@ -267,7 +273,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class PlannedInstance:
-    """One engine of the fleet that a plan proposes, with its expected duration in seconds.
+    """One engine of the fleet that a plan proposes, with its expected times in seconds.
 
     `requests` lists its requests in order of admission; it is empty unless the plan is carried out.
     """
@@ -298,8 +304,8 @@ class MoveMethod(StrEnum):
 class RequestMove:
     """A command to continue a request on another engine.
 
-    `hold_s` is how long the gateway keeps the request if the destination is not in its routes yet. If `from_engine`
-    is empty, the request is in the gateway's queue.
+    `hold_s` is the time, in seconds, for which the gateway keeps the request if the destination is not in its routes
+    yet. If `from_engine` is empty, the request is in the gateway's queue.
 
     `method` is the cheaper method by the current cost estimates; the gateway falls back to recomputation if the KV
     cache cannot be transferred. A predicted time of 0 seconds means that there is no prediction, or that the other
@@ -319,7 +325,7 @@ class RequestMove:
 
 @dataclass(frozen=True, slots=True)
 class PlannedMove:
-    """A request that changes engine. A waiting request only changes queues, at no cost."""
+    """A request that moves to another engine. A waiting request only changes queues, at no cost."""
 
     request: RequestId
     source: EngineId
@@ -352,7 +358,7 @@ class Histogram:
 class Plan:
     """A proposal of the slow loop, with the numbers that explain it.
 
-    Seconds are expected values over the sampled lengths; `current_makespan_s` assumes that nothing is changed.
+    Times in seconds are expected values over the sampled lengths. `current_makespan_s` assumes that nothing is changed.
     """
 
     id: PlanId
@@ -389,15 +395,16 @@ class Plan:
 
     @property
     def proposed_total_s(self) -> float | None:
-        """The predicted seconds until all requests end under the proposal, including its costs; None if unknown."""
+        """The predicted time, in seconds, until all requests end under the proposal, including the costs of the change;
+        None if unknown."""
         if self.proposed_makespan_s is None:
             return None
         return self.proposed_makespan_s + self.redeploy_cost_s + self.migration_cost_s
 
     @property
     def predicted_s(self) -> float | None:
-        """The predicted seconds until all requests end: under the proposal if it was carried out, otherwise on the
-        unchanged fleet."""
+        """The predicted time, in seconds, until all requests end; None if unknown. It refers to the proposal if the
+        proposal was carried out, otherwise to the unchanged fleet."""
         return self.proposed_total_s if self.acted else self.current_makespan_s
 
 
@@ -413,8 +420,8 @@ class StepTimeEstimates(NamedTuple):
 
 
 def unknown_step_times(why: Mapping[EngineId, str]) -> str:
-    """Return a message that lists the engines without step times, grouped by reason. It is empty if there are no such
-    engines."""
+    """Return a message that lists the engines without step times, grouped by reason. `why` contains the reason for each
+    of these engines. The message is empty if `why` is empty."""
     engines: dict[str, list[EngineId]] = {}
     for engine, reason in sorted(why.items()):
         engines.setdefault(reason, []).append(engine)
@@ -424,5 +431,5 @@ def unknown_step_times(why: Mapping[EngineId, str]) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first names as a comma-separated list, followed by the number of omitted names."""
+    """Return the first names as a comma-separated list, followed by the number of omitted names, if any."""
     return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")

@@ -1,5 +1,5 @@
-"""Choose KV transfer or recomputation for each move of a running request, and predict its duration. Has no side
-effects.
+"""Choose KV transfer or recomputation for each move of a running request, and predict how long the move takes. Has no
+side effects.
 
 The cost of a move has a part that grows with the context and a fixed part. The growing part is the prefill or the
 transfer. It is calculated from profiles and link speeds. The fixed part includes sending the order to the engines,
@@ -27,10 +27,10 @@ MOST_FIXED_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class FixedMoveCost:
-    """The fixed cost of moves by one method, in seconds: the median over the newest orders.
+    """The fixed cost of moves by one method, in seconds. It is the median of the newest measurements and the prior.
 
-    The part that grows with the context is excluded. The prior has the weight of `PRIOR_COUNTS_FOR` orders, so that a
-    single stalled order at the beginning does not determine the estimate.
+    The part of the cost that grows with the context is excluded. The prior has the weight of `PRIOR_COUNTS_FOR`
+    measurements, so that a single stalled move at the beginning does not determine the estimate.
     """
 
     prior_s: float = FIXED_PRIOR_S
@@ -39,7 +39,8 @@ class FixedMoveCost:
     def after(self, seconds: float) -> "FixedMoveCost":
         """Return a copy with one more measurement.
 
-        A measurement below 0, which means that the growing part was overestimated, is stored as 0. NaN is ignored.
+        A measurement below 0, which means that the growing part was overestimated, is stored as 0. A measurement above
+        `MOST_FIXED_S` is stored as `MOST_FIXED_S`. NaN is ignored.
         """
         if math.isnan(seconds):
             return self
@@ -55,8 +56,8 @@ class FixedMoveCost:
 class MovePricing:
     """The inputs for calculating the cost of a move.
 
-    `kv_versions` has the KV transfer version of each engine that supports KV transfer. Two engines can transfer KV if
-    their versions are equal.
+    `per_node` is the number of GPUs per node. `kv_versions` maps each engine that supports KV transfer to its KV
+    transfer version. Two engines can transfer KV if their versions are equal.
     """
 
     profiles: Mapping[ConfigurationId, EngineProfile]
@@ -72,8 +73,8 @@ def choose_move_methods(
 
     An engine recomputes contexts one after the other, in the order of `moves`; KV transfers and the fixed parts of all
     moves run in parallel. A preempted request has no KV cache and is recomputed. No prediction is made for requests
-    that have not run yet, because their prompts must be prefilled in any case. Nor is one made for moves to engines
-    whose prefill rate is unknown.
+    that have not run yet, because their prompts must be prefilled in any case, or for moves to engines whose prefill
+    rate is unknown.
     """
     engines = {engine.id: engine for engine in snapshot.engines}
     wanted = {move.request for move in moves}

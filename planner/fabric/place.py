@@ -1,10 +1,13 @@
-"""Choose the switch and ports of each circuit: as many circuits as possible, then as few changes as possible.
+"""Choose the switch and ports of each circuit. Place as many circuits as possible, with as few changes of
+cross-connects as possible.
 
 Both ends of a circuit are on one switch. Independent parts (`_parts`) are placed separately, by chains of moves
-(place_chains.py). If these do not reach a provable optimum, a small part is solved by an integer program (`_settle`). A
-large part uses ruin and recreate: circuits that are missing, or are up and were dropped, are inserted by force;
-circuits in their way are removed and placed again by chains of moves. A result that is no worse is kept (Schrimpf et
-al., Record Breaking Optimization Results Using the Ruin and Recreate Principle, 2000)."""
+(place_chains.py). If the chains do not reach a provable optimum, a small part is solved by integer programs
+(`_settle`), and a large part is improved by ruin and recreate (Schrimpf et al., Record Breaking Optimization Results
+Using the Ruin and Recreate Principle, 2000). Each step inserts some missing or dropped circuits by force. Circuits in
+their way are removed and placed again by chains of moves. The new layout is kept if it is no worse than the previous
+one.
+"""
 
 import random
 from collections import defaultdict
@@ -29,8 +32,8 @@ MOST_FORCED = 8  # circuits inserted at once
 
 @dataclass(frozen=True, slots=True)
 class PlacingProblem:
-    """The wanted circuits, the cabling, and the current cross-connects. A current cross-connect is removed if it is on
-    a failed port or its pair is not wanted."""
+    """The wanted circuits, the cabling, and the current cross-connects. A current cross-connect is always removed if
+    one of its ports has failed or its pair is not wanted."""
 
     cabling: Cabling
     circuits: Mapping[Pair, int]
@@ -58,11 +61,12 @@ class PlacingProblem:
 
 @dataclass(frozen=True, slots=True)
 class PlacedCircuits:
-    """The cross-connects of a placement, sorted. No placement has more than `bound_circuits` circuits, and no placement
-    with as many circuits as this one keeps more than `bound_kept`. A placement that meets both bounds is optimal."""
+    """The cross-connects of a placement, sorted. No placement has more than `bound_circuits` circuits. No placement
+    with as many circuits as this one keeps more than `bound_kept` current cross-connects. A placement that meets both
+    bounds is optimal."""
 
     cross_connects: tuple[PortPair, ...]
-    kept: tuple[PortPair, ...]  # those that are up already
+    kept: tuple[PortPair, ...]  # cross-connects that are up already
     unplaced: Mapping[Pair, int]
     bound_circuits: int
     bound_kept: int
@@ -73,8 +77,8 @@ class PlacedCircuits:
 
 
 def place(problem: PlacingProblem, work: int = WORK) -> PlacedCircuits:
-    """Return a placement with as many circuits as possible. Of these placements, it makes as few cross-connect changes
-    as possible."""
+    """Place as many circuits as possible and, secondly, change as few cross-connects as possible. For parts that are
+    too large to be solved exactly, `work` limits the search: it is the number of circuits that may be inspected."""
     ports = _healthy_ports(problem)
     up = _worth_keeping(problem)
     parts = list(_parts(problem, ports, up))
@@ -110,7 +114,8 @@ def place(problem: PlacingProblem, work: int = WORK) -> PlacedCircuits:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Pairs that share no endpoint with the pairs of another part, and the switches with ports of their endpoints."""
+    """Pairs that share no endpoint with the pairs of other parts, and the switches on which these pairs can have
+    circuits."""
 
     pairs: tuple[Pair, ...]
     switches: tuple[OcsId, ...]
@@ -131,7 +136,7 @@ def _lay_out(counting: Counting, work: int) -> tuple[CircuitLayout, int, int]:
 
 
 def small(counting: Counting) -> bool:
-    """Return whether the part is small enough for an integer program."""
+    """Return whether the part that `counting` describes is small enough to be solved by an integer program."""
     return len(counting.ends) * counting.switches <= WHOLE
 
 
@@ -153,7 +158,7 @@ def _healthy_ports(problem: PlacingProblem) -> dict[tuple[EndpointId, OcsId], li
 
 
 def _worth_keeping(problem: PlacingProblem) -> dict[tuple[Pair, OcsId], list[PortPair]]:
-    """Return the circuits of wanted pairs that are up on healthy ports."""
+    """Return, by pair and switch, the current cross-connects of wanted pairs on healthy ports."""
     up: dict[tuple[Pair, OcsId], list[PortPair]] = defaultdict(list)
     for cross_connect in sorted(problem.current):
         pair, switch = problem.cabling.ends(cross_connect), cross_connect.switch
@@ -169,7 +174,8 @@ def _parts(
     ports: Mapping[tuple[EndpointId, OcsId], list[int]],
     up: Mapping[tuple[Pair, OcsId], list[PortPair]],
 ) -> Iterator[_Part]:
-    """Yield the independent parts in the order of their first pairs. Pairs without a common switch are in no part."""
+    """Yield the independent parts of the problem in the order of their first pairs. Pairs whose endpoints share no
+    switch are in no part."""
     reach: dict[EndpointId, set[OcsId]] = defaultdict(set)
     for (endpoint, switch), healthy in ports.items():
         if healthy:
@@ -207,7 +213,8 @@ def _parts(
 
 
 def _ruin_and_recreate(layout: CircuitLayout, most_placed: int, most_kept: int, work: int) -> None:
-    """Improve the layout by ruin and recreate, until `most_placed` and `most_kept` are reached or `work` is spent."""
+    """Improve the layout by ruin and recreate, until it has `most_placed` placed and `most_kept` kept circuits, `work`
+    is spent, or no circuit is left to insert."""
     rng = random.Random(SEED)
     chains = CircuitChains(layout, work)
     while chains.work_left > 0 and (layout.total, layout.kept) < (most_placed, most_kept):
@@ -226,7 +233,8 @@ def _ruin_and_recreate(layout: CircuitLayout, most_placed: int, most_kept: int, 
 
 
 def _missing(layout: CircuitLayout) -> list[tuple[int, int]]:
-    """Return each pair that lacks a circuit with each switch on which both of its ends have ports."""
+    """Return (pair, switch) for each pair that lacks circuits and each switch on which both of its ends have more
+    healthy ports than the pair has circuits there."""
     counting = layout.counting
     return [
         (pair, switch)
@@ -238,7 +246,8 @@ def _missing(layout: CircuitLayout) -> list[tuple[int, int]]:
 
 
 def _improvable(layout: CircuitLayout) -> list[tuple[int, int]]:
-    """Return the pairs that might keep more circuits, each with a switch on which it might keep one more."""
+    """Return (pair, switch) for each pair that could keep more of its current circuits and each switch on which it
+    could keep one more."""
     counting = layout.counting
     return [
         (pair, home)
@@ -250,7 +259,9 @@ def _improvable(layout: CircuitLayout) -> list[tuple[int, int]]:
 
 
 def _force(layout: CircuitLayout, pair: int, home: int, rng: random.Random) -> None:
-    """Put a circuit of the pair on switch `home`; remove other circuits if their ports are needed."""
+    """Put a circuit of the pair on switch `home`, and remove other circuits whose ports are needed. If the pair lacks
+    no circuit, take the circuit from another switch where the pair has more circuits than can be kept. If there is no
+    such switch, do nothing."""
     up = layout.counting.up
     away = [switch for switch, count in enumerate(layout.placed[pair]) if switch != home and count > up[pair][switch]]
     if not layout.missing[pair]:
@@ -266,8 +277,8 @@ def _force(layout: CircuitLayout, pair: int, home: int, rng: random.Random) -> N
 
 
 def _settle(layout: CircuitLayout, most_placed: int, most_kept: int) -> tuple[int, int]:
-    """Find the layout with the most placed circuits and, among these, the most kept circuits, by integer programs.
-    Return bounds on both numbers.
+    """Improve the layout by integer programs: first place as many circuits as possible, then keep as many current
+    circuits as possible. Return upper bounds on both numbers.
 
     If every endpoint has one port on each switch, choosing the switch of each circuit is edge colouring, for which no
     fast exact method is known. The search is limited by nodes, not by time, so its result is the same on every machine.
@@ -293,7 +304,8 @@ def _settle(layout: CircuitLayout, most_placed: int, most_kept: int) -> tuple[in
     placed, kept = np.repeat([[1, 0], [0, 1]], count, axis=1)
 
     def solve(goal: "NDArray[np.int64]") -> int | None:
-        """Apply the solution for the goal to the layout. Return a bound on the goal."""
+        """Maximise the goal, and apply the solution to the layout unless the layout becomes worse. Return an upper
+        bound on the goal, or None if no solution is found."""
         least = LinearConstraint(placed[None, :], lb=layout.total)
         found = milp(
             -goal,

@@ -1,13 +1,15 @@
 """Make room for circuits by chains of moves, in which each circuit moves into the port that the next circuit leaves.
 
 The search uses only counts of ports and circuits, because the healthy ports of one endpoint on one switch differ only
-in the cross-connects that are up. A pair can keep as many circuits on a switch as are up there.
+in the cross-connects that are up. A pair can keep as many circuits on a switch as it has there now.
 
 A chain begins with a circuit on a switch where one of its endpoints has no free port. Another circuit of that endpoint
-moves to a switch where the endpoint has a free port. If the far end of the moved circuit has no free port there, a
-circuit of the far end moves next. The chain ends at a far end with a free port. With two switches these are the Kempe
-chains of edge colouring. If these fail, a chain may also drop a circuit and put a missing circuit in its place, as an
-augmenting path of a matching does. The search prefers chains that drop the fewest kept circuits."""
+moves from this switch to one where the endpoint has a free port. If the far end of the moved circuit has no free port
+there, a circuit of the far end moves next. The chain ends at a far end with a free port. With two switches, these
+chains are the Kempe chains of edge colouring. If no chain of moves is found, a chain may also drop a circuit and put a
+missing circuit in its place, like an augmenting path of a matching. The search prefers chains that drop the fewest kept
+circuits.
+"""
 
 import heapq
 from collections.abc import Mapping, Sequence
@@ -26,8 +28,8 @@ MOST_LOST = (0, 1, 2, 1 << 20)  # limits on kept circuits dropped per chain, tri
 
 @dataclass(frozen=True, slots=True)
 class Counting:
-    """The wanted circuits, healthy ports and existing circuits of one part, with pairs, endpoints and switches as
-    numbers. Pairs are distinct; every circuit that is up is on healthy ports."""
+    """The wanted circuits, healthy ports and current circuits of one part of a placing problem. Pairs, endpoints and
+    switches are numbered. Pairs are distinct, and all current circuits are on healthy ports."""
 
     ends: Sequence[tuple[int, int]]  # [pair], its endpoints
     wanted: Sequence[int]  # [pair], circuits
@@ -39,7 +41,8 @@ class Counting:
         return len(self.ports[0]) if self.ports else 0
 
     def most_placed(self) -> int:
-        """Return an upper bound on the number of circuits placed: the lowest bound by pair, endpoint or switch."""
+        """Return an upper bound on the number of circuits that can be placed: the lowest of the bounds by pairs, by
+        endpoints and by switches."""
         sums = [sum(row) for row in self.ports]
         by_pair = sum(map(self._room, range(len(self.ends))))
         demand = [0] * len(self.ports)
@@ -54,7 +57,7 @@ class Counting:
         return min(by_pair, by_endpoint, by_switch)
 
     def most_kept(self) -> int:
-        """Return an upper bound on the number of circuits kept."""
+        """Return an upper bound on the number of current circuits that can be kept."""
         return sum(min(wanted, sum(up)) for wanted, up in zip(self.wanted, self.up, strict=True))
 
     def _room(self, pair: int) -> int:
@@ -63,7 +66,7 @@ class Counting:
 
 
 class CircuitLayout:
-    """The circuits of each pair on each switch during placement."""
+    """The number of circuits of each pair on each switch during placement."""
 
     def __init__(self, counting: Counting) -> None:
         self.counting = counting
@@ -83,7 +86,7 @@ class CircuitLayout:
         self.moves: list[tuple[int, int, bool]] = []
 
     def go_back(self) -> None:
-        """Undo the moves recorded in `moves`."""
+        """Undo the changes that are recorded in the attribute `moves`."""
         for pair, switch, came in reversed(self.moves.copy()):
             (self.take if came else self.add)(pair, switch)
         self.moves = []
@@ -116,18 +119,21 @@ class CircuitLayout:
                 del self.there[endpoint][switch][pair]
 
     def lost(self, pair: int, source: int, target: int) -> int:
-        """Return how many fewer circuits are kept if a circuit of the pair moves to switch `target`: -1, 0 or 1."""
+        """Return how many fewer circuits are kept if a circuit of the pair moves from switch `source` to switch
+        `target`: -1, 0 or 1."""
         row, up = self.placed[pair], self.counting.up[pair]
         return (row[source] <= up[source]) - (row[target] < up[target])
 
     def lost_by_swap(self, pair: int, other: int, switch: int) -> int:
-        """Return how many fewer circuits are kept if a circuit of `other` replaces one of `pair`: -1, 0 or 1."""
+        """Return how many fewer circuits are kept if a circuit of the pair `other` replaces a circuit of `pair` on the
+        switch: -1, 0 or 1."""
         up = self.counting.up
         return (self.placed[pair][switch] <= up[pair][switch]) - (self.placed[other][switch] < up[other][switch])
 
 
 class CircuitChains:
-    """Adds circuits to a layout. `work_left` counts inspected circuits, so results are the same on every machine."""
+    """Adds circuits to a layout by chains of moves. The search is limited by the number of inspected circuits
+    (`work_left`), not by time, so its result is the same on every machine."""
 
     def __init__(self, layout: CircuitLayout, work: int) -> None:
         self.layout = layout
@@ -137,7 +143,8 @@ class CircuitChains:
         self._swapping = False
 
     def keep(self) -> None:
-        """Keep wanted circuits that are up. If a pair has too many, prefer the switches where it has most circuits."""
+        """Keep current circuits that are wanted. If a pair has more circuits than are wanted, keep those on the
+        switches with the most circuits of the pair."""
         layout = self.layout
         for pair, up in enumerate(layout.counting.up):
             if not any(up):
@@ -156,7 +163,7 @@ class CircuitChains:
         self.refill(range(len(self.layout.missing)), MOST_LOST if gently else MOST_LOST[-1:])
 
     def refill(self, pairs: Sequence[int], most_lost: Sequence[int] = MOST_LOST) -> None:
-        """Place the missing circuits of these pairs by chains of moves. `most_lost` lists limits on the number of kept
+        """Place the missing circuits of `pairs` by chains of moves. `most_lost` lists limits on the number of kept
         circuits that a chain may drop, in the order in which they are tried."""
         for self._swapping, self._most_lost in product((False, True), most_lost):
             # otherwise this is much work for little gain
@@ -173,7 +180,8 @@ class CircuitChains:
         return found
 
     def _insert_some(self, pairs: Sequence[int]) -> bool:
-        """Place the circuit with the cheapest chain; return False if no chain was found."""
+        """Place one missing circuit of `pairs`, directly if possible, otherwise by the cheapest chain. Return whether a
+        circuit was placed."""
         layout = self.layout
         if self.done:
             return False
@@ -205,8 +213,8 @@ class CircuitChains:
         return sum(map(min, free[one], free[other])), pair
 
     def _put(self, pair: int) -> bool:
-        """Place one circuit of the pair on the switch with the most free ports at both ends; return False if no switch
-        has free ports at both."""
+        """Place one circuit of the pair on the switch with the most free ports at both ends. Return False if no switch
+        has free ports at both ends."""
         one, other = (self.layout.free[endpoint] for endpoint in self.layout.counting.ends[pair])
         best, most = NOWHERE, 0
         for switch, ports in enumerate(one):
@@ -218,13 +226,15 @@ class CircuitChains:
         return True
 
     def _insert_between(self, pair: int) -> bool:
-        """Place one circuit of the pair on a switch where neither end has a free port, after freeing one at each."""
+        """Place one circuit of the pair on a switch where neither end has a free port, after freeing a port at each
+        end. Return False if this is possible on no switch."""
         one, other = self.layout.counting.ends[pair]
         both = map(min, self.layout.counting.ports[one], self.layout.counting.ports[other])
         return any(some and self._put_between(pair, switch) for switch, some in enumerate(both))
 
     def _put_between(self, pair: int, switch: int) -> bool:
-        """Place one circuit of the pair on the switch and free a port at both ends; undo all changes if that fails."""
+        """Place one circuit of the pair on the switch, and free a port at each end that has none. If that fails, undo
+        all changes and return False."""
         done: list[Move] = []
         self._do((pair, NOWHERE, switch), done)
         ends = self.layout.counting.ends[pair]
@@ -239,7 +249,8 @@ class CircuitChains:
         return True
 
     def _chain(self, starts: Mapping[_State, Move | None]) -> list[Move] | None:
-        """Return the cheapest chain that begins with one of these moves, each given with the state that it leaves."""
+        """Return the cheapest chain of moves that begins in one of the states `starts`, or None if no chain is found.
+        `starts` maps each of these states to the first move of the chain, or to None if that move is already made."""
         layout = self.layout
         ends, free, there, ports = layout.counting.ends, layout.free, layout.there, layout.counting.ports
         queue: list[tuple[int, int, int, int, int]] = []
@@ -298,8 +309,8 @@ class CircuitChains:
         return moves[::-1]
 
     def _apply(self, moves: list[Move], done: list[Move] | None) -> bool:
-        """Apply the moves and return True. If a chain crosses itself, so that it uses a circuit or a port twice, change
-        nothing and return False."""
+        """Apply the moves, append them to `done` if it is given, and return True. If the chain crosses itself, so that
+        it uses a circuit or a port twice, change nothing and return False."""
         made: list[Move] = []
         for move in moves:
             if move[1] != NOWHERE and not self.layout.placed[move[0]][move[1]]:

@@ -1,4 +1,4 @@
-"""The values that a circuit plan is made from, and the plan itself; `materialize.py` makes it."""
+"""The inputs and the result of circuit planning. `materialize.py` makes the plan."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -11,7 +11,7 @@ Directed = Mapping[tuple[EndpointId, EndpointId], float]  # bytes from one endpo
 
 @dataclass(frozen=True, slots=True)
 class FabricFailures:
-    """Components that must not be used. The ranks of a failed server are placed elsewhere by the job."""
+    """Failed components, which a plan must not use. The job places the ranks of a failed server elsewhere."""
 
     ports: frozenset[tuple[OcsId, int]] = frozenset()
     switches: frozenset[OcsId] = frozenset()
@@ -25,7 +25,7 @@ class FabricFailures:
 
 @dataclass(frozen=True, slots=True)
 class FabricState:
-    """The circuits that are up, the failures, and the circuits that an operator pinned."""
+    """The circuits that are up, the failures, and the circuits that an operator has pinned."""
 
     current: frozenset[PortPair] = frozenset()
     failures: FabricFailures = field(default_factory=FabricFailures)
@@ -34,13 +34,13 @@ class FabricState:
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """The circuits of one PoD's aggregation layer, or of the core if `pod` is None. In a PoD, if a ToR needs a lift but
-    has none, the pair of the ToR and its PoD is listed as unserved."""
+    """The circuits of one PoD's aggregation layer, or of the core if `pod` is None. If a ToR of a PoD needs a circuit
+    to the core but has none, the pair of the ToR and its PoD is listed as unserved."""
 
     pod: EndpointId | None
     circuits: Mapping[Pair, int]
     completion_s: float  # of the slowest pair served
-    unserved: tuple[Pair, ...] = ()  # have demand but no circuit: several hops or the packet side
+    unserved: tuple[Pair, ...] = ()  # have demand but no circuit: use several hops or the packet side
     unplaced: Mapping[Pair, int] = field(default_factory=dict)  # allocated, but no switch had ports for both ends
 
 

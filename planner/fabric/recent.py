@@ -3,7 +3,8 @@
 A bound makes no assumption about the distribution. If the next value is equally likely to take any rank among n stored
 values, it is below the k-th smallest value with probability k / (n + 1). If values are weighted, the next value has
 weight 1 and is assumed to violate the bound (conformal prediction with weights, Barber et al., Annals of Statistics
-2023)."""
+2023).
+"""
 
 from array import array
 from bisect import bisect_left
@@ -23,7 +24,8 @@ SHRINK = 0.5  # factor for the least value if it is undercut with probability 1/
 
 @dataclass(frozen=True, slots=True)
 class QuantileBound:
-    """A bound on the next value: it lies beyond `value_s`, except with a probability of at most `risk`."""
+    """A lower or upper bound on the next value. The next value violates the bound `value_s` with a probability of at
+    most `risk`. `samples` is the number of values that the bound is based on."""
 
     value_s: float
     risk: float
@@ -31,8 +33,9 @@ class QuantileBound:
 
 
 class RecentSamples:
-    """The last `memory` values. A run of values beyond most of the older values indicates a new regime: the older
-    values are dropped."""
+    """The last `memory` values. The weight of a value is halved for every `half_life` newer values. If a run of new
+    values lies beyond most of the older values, the older values are dropped, because they belong to an earlier
+    regime."""
 
     __slots__ = ("_added", "_cached", "_edges", "_half_life", "_least", "_memory", "_next", "_run", "_side", "_values")
 
@@ -82,7 +85,7 @@ class RecentSamples:
         return (values[self._next :] + values[: self._next]).tolist()[::-1]
 
     def quantile(self, q: float) -> float | None:
-        """Return the weighted quantile of the stored values; None if no value is stored."""
+        """Return the weighted `q`-quantile of the stored values; None if no value is stored."""
         pairs, total = self._sorted(-inf)
         passed = 0.0
         for value, weight in pairs:
@@ -95,7 +98,9 @@ class RecentSamples:
         """Return a bound that the next value exceeds except with probability `q`, given that the next value exceeds
         `above`; None if there are too few values.
 
-        The result is cached until a value is added, so that it can be computed before it is needed."""
+        If all stored values exceed `above`, the result is cached until a value is added, so that it can be computed in
+        advance.
+        """
         if not self._values or above >= self._minimum():
             return _bound(*self._sorted(above), q)
         if self._cached is None or self._cached[0] != q:
@@ -109,15 +114,16 @@ class RecentSamples:
         return _bound(pairs[::-1], total, 1 - q)
 
     def least(self, above: float = -inf) -> QuantileBound | None:
-        """Return the least stored value, with the risk that the next value is less. Return None if no value is stored
-        or some stored value does not exceed `above`, because the remaining values are then too few."""
+        """Return the least stored value as a lower bound, with the risk that the next value is less. Return None if no
+        value is stored or if the least value does not exceed `above`."""
         if not self._values or self._minimum() <= above:
             return None
         return QuantileBound(self._minimum(), 1 / (_weight(self._half_life, len(self)) + 1), len(self))
 
     def promised(self, q: float, level: float, above: float = -inf) -> QuantileBound | None:
-        """Return a lower bound like `lower`, for probability `level`. If there are too few values for `level`, return
-        the least value, shrunk for probability `q`. Return None if there are too few values for that bound as well."""
+        """Return the result of `lower` for probability `level`. If there are too few values for this probability,
+        return the least value, reduced so that its risk is about `q`. Return None if fewer than `MIN_SAMPLES` values
+        are stored, or if the least value is needed and does not exceed `above`."""
         if len(self) < MIN_SAMPLES:
             return None
         if (bound := self.lower(level, above)) is not None or (least := self.least(above)) is None:
@@ -131,7 +137,8 @@ class RecentSamples:
         return self._least
 
     def _sorted(self, above: float) -> tuple[Sequence[tuple[float, float]], float]:
-        """Return (value, weight) of the values above `above`, ascending, and the sum of their weights."""
+        """Return the stored values greater than `above` with their weights, in ascending order, and the sum of these
+        weights."""
         pairs = sorted(zip(self.newest(), _weights(self._half_life, len(self)), strict=True))
         if pairs and pairs[0][0] <= above:
             pairs = pairs[bisect_left(pairs, (above, inf)) :]
@@ -150,15 +157,16 @@ class RecentSamples:
 
 
 def shrunk(risk: float, q: float) -> float:
-    """Return the factor that reduces the probability of lower values from `risk` to `q`, if the least value is
-    multiplied by it. The factor is 1 if `risk` is `q` and `SHRINK` if `risk` is 1/2. Between them, it is interpolated
-    by the logarithm of `risk`."""
+    """Return the factor by which the least stored value is multiplied so that the probability of a lower next value
+    falls from `risk` to `q`. The factor is 1 if `risk` is at most `q`, and `SHRINK` if `risk` is 1/2. In between, the
+    logarithm of the factor is interpolated linearly by the logarithm of `risk`."""
     return 1.0 if risk <= q or q >= 0.5 else float(SHRINK ** (log(risk / q) / log(0.5 / q)))
 
 
 def _bound(pairs: Sequence[tuple[float, float]], total: float, q: float) -> QuantileBound | None:
-    """Return the last value of `pairs` before which there is at most a share `q` of the total weight. The weight of the
-    unknown next value is included in the weight before each value. Return None if there is no such value."""
+    """Return the last value of `pairs` whose preceding values, together with the unknown next value of weight 1, have
+    at most the share `q` of the total weight. Return None if there is no such value. `pairs` lists (value, weight), and
+    `total` is the sum of the weights."""
     budget, passed = q * (total + 1) - 1 + ROUNDING, 0.0
     if budget < 0:
         return None

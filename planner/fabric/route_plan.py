@@ -1,10 +1,12 @@
 """Compute every router's routes from the links that are up, and the order of changes from old routes to new ones. Has
 no side effects.
 
-Each router forwards packets by its routing table only. All tables follow one metric, so that no mixture of tables can
-form a loop. In this metric, a circuit costs 1. The packet side, if a site has one, costs `packet_hops`. If that is
-None, it costs more than any path over circuits. Every next hop is nearer to the destination than its router.
-`orchestrrl/fabric/rerouting.py` and `orchestrrl/fabric/route_drivers/` send the routes to real routers."""
+Each router forwards packets by its routing table only. All tables follow one metric, in which every next hop is nearer
+to the destination than the router itself. Packets therefore never loop. In this metric, a circuit costs 1. The packet
+side, which is the electrical network of a site if it has one, costs `packet_hops`. If `packet_hops` is None, the packet
+side costs more than any path over circuits. `orchestrrl/fabric/rerouting.py` and `orchestrrl/fabric/route_drivers/`
+send the routes to real routers.
+"""
 
 import heapq
 import math
@@ -25,8 +27,8 @@ INTERFACE = re.compile(r"(?!if[0-9]+$)[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
 
 @dataclass(frozen=True, slots=True, order=True)
 class NextHop:
-    """The next hop of a share of a route's packets. They leave through `interface` to the router with the address
-    `gateway`."""
+    """The next hop of a share of a route's packets, in proportion to `weight`. The packets leave through `interface` to
+    the router with the address `gateway`."""
 
     gateway: str
     interface: str
@@ -48,8 +50,8 @@ class NextHop:
 
 @dataclass(frozen=True, slots=True, order=True)
 class PacketRoute:
-    """One destination prefix and its next hops, sorted, with weights reduced to lowest terms. `PacketRoute.of`
-    normalises them."""
+    """One destination prefix and its next hops. The next hops are sorted, and their weights have no common divisor.
+    `PacketRoute.of` brings them into this form."""
 
     prefix: str
     next_hops: tuple[NextHop, ...]
@@ -93,7 +95,7 @@ def route_table(routes: Iterable[PacketRoute]) -> RouteTable:
 
 @dataclass(frozen=True, slots=True)
 class RouteChange:
-    """The new route of a prefix. If `route` is None, the route that the driver owns is removed."""
+    """The change of a router's route for one prefix. If `route` is None, the existing route is removed."""
 
     prefix: str
     route: PacketRoute | None
@@ -112,8 +114,8 @@ class PacketSide:
 
 @dataclass(frozen=True, slots=True)
 class TorRouter:
-    """A ToR as a router. `address` is its loopback address, to which it responds on every interface; the interfaces of
-    circuits need no addresses."""
+    """A ToR in its role as a router. It responds to its loopback address, `address`, on every interface. The interfaces
+    of circuits therefore need no addresses."""
 
     address: str
     prefixes: tuple[str, ...]  # of the hosts below it
@@ -122,9 +124,9 @@ class TorRouter:
 
 @dataclass(frozen=True, slots=True)
 class RoutingDomain:
-    """All routers that are rerouted. Addresses and prefixes are unique; `orchestrrl/fabric/config_checks.py` checks
-    this. `packet_hops` is the cost of the packet side, in circuits; None makes it more expensive than any path over
-    circuits, so that it is used only if there is no such path."""
+    """All routers whose routes follow the circuits. Addresses and prefixes are unique, which
+    `orchestrrl/fabric/config_checks.py` checks. `packet_hops` is the cost of the packet side, in circuits. If it is
+    None, the packet side costs more than any path over circuits, so it is used only where no such path exists."""
 
     routers: Mapping[EndpointId, TorRouter]
     packet_hops: int | None = None
@@ -134,7 +136,8 @@ class RoutingDomain:
         return self.packet_hops or len(self.routers)
 
     def by_address(self) -> dict[str, EndpointId]:
-        """Return the router that owns each gateway address."""
+        """Return the owner of each gateway address, which is a router's loopback address or its address on the packet
+        side."""
         owner = {router.address: name for name, router in self.routers.items()}
         return owner | {r.packet_side.address: name for name, r in self.routers.items() if r.packet_side}
 
@@ -145,8 +148,8 @@ class RoutingDomain:
 
 @dataclass(frozen=True, slots=True, order=True)
 class RoutedLink:
-    """A circuit between two routers, as one interface of each. The smaller end comes first; `RoutedLink.of` ensures
-    this order."""
+    """A circuit between two routers, given by one interface of each. The router with the smaller id comes first;
+    `RoutedLink.of` ensures this order."""
 
     a: EndpointId
     b: EndpointId
@@ -177,8 +180,8 @@ class RoutedLink:
 
 @dataclass(frozen=True, slots=True)
 class ReroutingPlan:
-    """The routing table of every router. `unreachable` lists the (from, to) pairs that are not connected by any
-    path."""
+    """The routing table of every router. `unreachable` lists the (from, to) pairs of routers that are not connected by
+    any path."""
 
     tables: Mapping[EndpointId, RouteTable]
     unreachable: tuple[tuple[EndpointId, EndpointId], ...]
@@ -186,9 +189,10 @@ class ReroutingPlan:
 
 
 def reroute(domain: RoutingDomain, links: Collection[RoutedLink]) -> ReroutingPlan:
-    """Compute routes over these links. A router with several nearest neighbours splits its packets in proportion to the
-    capacity of the paths over each neighbour. The capacity of a path is the smallest number of circuits of any of its
-    hops, counted as if the path served this router alone."""
+    """Compute the routes of all routers over `links`. A router with several neighbours on shortest paths splits its
+    packets in proportion to the capacity through each neighbour. This capacity is the number of circuits to the
+    neighbour or the neighbour's own capacity to the destination, whichever is smaller. It is calculated as if the paths
+    served no other router."""
     _check_links(domain, links)
     neighbours = _neighbours(domain, links)
     routes: dict[EndpointId, list[PacketRoute]] = {name: [] for name in domain.routers}
@@ -212,9 +216,9 @@ def reroute(domain: RoutingDomain, links: Collection[RoutedLink]) -> ReroutingPl
 
 
 def fit(table: RouteTable, max_next_hops: int, max_weight: int) -> RouteTable:
-    """Return the closest table within a router's limits on next hops and weights. The rounding error of each next hop
-    is added to the following next hop. A neighbour whose share is split over two interfaces therefore keeps at least
-    one of them."""
+    """Return the closest table to `table` that respects a router's limits on next hops and weights. The rounding error
+    of each next hop is added to the following next hop. A neighbour whose share is split over two interfaces therefore
+    keeps at least one of them."""
     return route_table(_fit_route(route, max_next_hops, max_weight) for route in table.values())
 
 
@@ -241,15 +245,17 @@ def update(
 
     A route changes only after all routes that its packets meet later have changed. Packets that meet a changed route
     then follow changed routes to the destination. All other packets follow old routes until they meet a changed route.
-    Routes without a successor are removed last. `before` must be free of loops. Tables missing from `before` are
-    treated as empty. `stuck` lists the routes that cannot be changed, as (router, prefix); routes that depend on these
-    routes stay as they are."""
+    Routes that have no replacement are removed last. `before` must be free of loops. Tables missing from `before` are
+    treated as empty. `stuck` lists the routes that cannot be changed, as (router, prefix). Routes that depend on these
+    routes stay as they are.
+    """
     stuck = frozenset(stuck)
     by_address, owners = domain.by_address(), domain.owners()
 
     @cache
     def level_of(name: EndpointId, prefix: str) -> int | None:
-        """Return how many successive changes must precede the change of this route; None if it cannot change."""
+        """Return the number of changes that must be made one after another until this route is in place, including its
+        own change if it has one. Return None if the route cannot change."""
         if owners.get(prefix) == name:
             return 0
         route = after.get(name, {}).get(prefix)
@@ -294,7 +300,7 @@ def _neighbours(domain: RoutingDomain, links: Iterable[RoutedLink]) -> _Neighbou
 
 
 def _distances(domain: RoutingDomain, neighbours: _Neighbours, destination: EndpointId) -> dict[EndpointId, int]:
-    """Return the distance of every router that has a path to the destination."""
+    """Return the distance to the destination of every router that can reach it."""
     distance = {destination: 0}
     done: set[EndpointId] = set()
     reached: list[tuple[int, EndpointId]] = [(0, destination)]
@@ -323,7 +329,8 @@ def _distances(domain: RoutingDomain, neighbours: _Neighbours, destination: Endp
 def _shares(
     domain: RoutingDomain, neighbours: _Neighbours, distance: Mapping[EndpointId, int], destination: EndpointId
 ) -> dict[EndpointId, dict[tuple[str, str], int]]:
-    """Return, by router, the weight of each (gateway, interface): its share of the circuits that continue there."""
+    """Return, by router, the weight of each (gateway, interface), in proportion to the capacity of the paths that
+    continue from there to the destination."""
     routers = domain.routers
     width: dict[EndpointId, int] = {}  # in circuits
     shares: dict[EndpointId, dict[tuple[str, str], int]] = {}

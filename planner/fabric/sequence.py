@@ -1,9 +1,10 @@
 """Find a rank's position within its iteration from the order of its collectives alone. Has no side effects.
 
-An iteration is a sequence of collectives, by number (`slack.py` numbers signatures). A position is the number of
-collectives that have begun; each position stores how long the links are quiet there. Either the trainer marks
-iterations (`MarkedIterations`), or their repetition is detected (`RepetitionFinder`). Without marks, the end of an
-outer loop cannot be predicted until it has occurred twice."""
+An iteration is a sequence of collectives. Each is identified by the number that `slack.py` assigns to its signature. A
+position is the number of collectives in the iteration that have begun. For each position, the module stores how long
+the links are quiet. Either the trainer marks iterations (`MarkedIterations`), or their repetition is detected
+(`RepetitionFinder`). Without marks, the end of an outer loop cannot be predicted until it has occurred twice.
+"""
 
 from array import array
 from collections.abc import Sequence
@@ -39,8 +40,8 @@ class IterationGap:
 
 @dataclass(slots=True)
 class KnownSequence:
-    """A known iteration. `gaps[k]` is before the collective `ids[k]`, and the last gap is after all collectives.
-    Variants of an iteration share the gaps of their common beginning."""
+    """A known iteration. `gaps[k]` precedes the collective `ids[k]`. If iterations are marked, one more gap follows the
+    last collective. Variants of an iteration share the gaps of their common beginning."""
 
     ids: "array[int]"
     gaps: list[IterationGap]
@@ -63,8 +64,9 @@ def _gaps(count: int, places: int) -> list[IterationGap]:
 
 @dataclass(slots=True)
 class MarkedIterations:
-    """Follows iterations that the trainer marks. The first iteration is learned at once; an iteration that differs is
-    learned when it occurs a second time. From the first difference until the next mark, the position is unknown."""
+    """Follows iterations that the trainer marks. The first iteration is learned at once. An iteration that differs from
+    the known ones is learned when it occurs a second time. From the first difference until the next mark, the position
+    is unknown."""
 
     known: list[KnownSequence] = field(default_factory=list)  # most recent first
     here: KnownSequence | None = None
@@ -80,7 +82,7 @@ class MarkedIterations:
     _complete: bool = False  # the current iteration was seen from its mark on
 
     def begin(self) -> None:
-        """Handle a mark, which ends the previous iteration and begins the next one."""
+        """Handle a mark of the trainer, which ends the previous iteration and begins the next one."""
         self.rounds += 1
         if self._complete and self._seen:
             self._end(self._seen)
@@ -88,7 +90,8 @@ class MarkedIterations:
         self.here, self._odd, self._complete = (self.known[0] if self.known else None), None, True
 
     def step(self, id: int, quiet: QuietSpan | None) -> IterationGap | None:
-        """Handle the start of a collective. Returns the gap before the collective; None if the position is unknown."""
+        """Handle the start of the collective with number `id`, after the quiet time `quiet` if there was one. Returns
+        the gap before the collective; None if the position is unknown."""
         if len(self._seen) >= MOST_COLLECTIVES:
             self.lose(f"more than {MOST_COLLECTIVES} collectives since the last mark of an iteration")
             return None
@@ -162,8 +165,8 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 @dataclass(slots=True)
 class RepetitionFinder:
     """Detects iterations by their repetition. A repetition that ends after r collectives may have been a loop inside an
-    iteration, if it occurred no more often than an iteration can have layers. In that case, no repetition is trusted
-    until it has lasted for more than r collectives."""
+    iteration, if it had no more rounds than an iteration can have layers. In that case, no repetition is trusted until
+    it has lasted for more than r collectives."""
 
     sequence: KnownSequence | None = None
     depth: int | None = None  # None: the position is uncertain
@@ -181,7 +184,8 @@ class RepetitionFinder:
     _why: str = ""
 
     def step(self, id: int, quiet: QuietSpan | None) -> IterationGap | None:
-        """Handle the start of a collective. Returns the gap before the collective; None if the position is unknown."""
+        """Handle the start of the collective with number `id`, after the quiet time `quiet` if there was one. Returns
+        the gap before the collective; None if the position is unknown."""
         self._ids.append(id)
         self._quiets.append(quiet)
         if len(self._ids) > 2 * MOST_COLLECTIVES:
@@ -194,7 +198,8 @@ class RepetitionFinder:
         return gap
 
     def lose(self, detail: str) -> None:
-        """Handle lost events. The sequence stays valid, but the position becomes unknown."""
+        """Handle a loss of events, for which `detail` is the reason. The learned sequence stays valid, but the position
+        becomes unknown."""
         self.depth, self._why, self._maybe, self._run = None, detail, [], 0
         self._ids, self._quiets = array("l"), []
         self._since, self._due = 0, LEAST_COVERED
@@ -230,8 +235,8 @@ class RepetitionFinder:
         return gap
 
     def _narrow(self, id: int, ids: "array[int]") -> None:
-        """Narrow down the positions that match the last collectives. If a single position remains and has matched for
-        long enough, it is accepted."""
+        """Narrow down the possible positions to those that match the newest collectives, up to the collective `id`. A
+        position is accepted if it is the only one left and has matched for long enough."""
         length = len(ids)
         if self._run:
             self._maybe = [(place + 1) % length for place in self._maybe if ids[place] == id]
@@ -272,16 +277,17 @@ class RepetitionFinder:
         self._needed, self._tolerant, self.rounds = 0, False, covered // length
 
     def _longest_quiet(self, length: int) -> int:
-        """Return the index in the history at which an iteration begins: after the longest quiet time before any of the
-        last `length` collectives."""
+        """Return the index in the history at which an iteration is assumed to begin. Of the last `length` collectives,
+        it is the one with the longest quiet time before it."""
         end = len(self._ids)
         return max(range(end - length, end), key=lambda index: getattr(self._quiets[index], "length_s", -1.0))
 
 
 def repetition(ids: Sequence[int]) -> tuple[int, int]:
-    """Return the period with which `ids` ends, and how many of its last elements repeat with this period. The longest
-    such run of at least two periods is chosen; the result is (0, 0) if there is no such run. The search takes linear
-    time, with the failure function of Knuth, Morris and Pratt on the reversed sequence."""
+    """Return the period of the repetition with which `ids` ends, and the number of elements that the repetition covers.
+    Of all repetitions with at least two periods, the one that covers the most elements is chosen. The result is (0, 0)
+    if there is none. The search takes linear time, with the failure function of Knuth, Morris and Pratt on the reversed
+    sequence."""
     backwards = ids[::-1]
     border = [0] * len(backwards)
     best, matched = (0, 0), 0

@@ -2,16 +2,17 @@
 
 Pairs and endpoints are numbered as in `planner/fabric/greedy.py`.
 
-For given pairs, it is optimal to give each pair one circuit, and every further circuit to the slowest pair. While that
-pair is slower than in the optimum, it has fewer circuits than in the optimum. The other pairs at its ends have no more
-circuits than in the optimum, so a port is free. Algorithm 3 can thus only be beaten by serving other pairs. Its own
-choice of pairs is greedy: the largest pairs first. This module improves that choice, under the limit of its slowest
-pair and under lower limits.
+For a given choice of pairs, it is optimal to give each pair one circuit, and every further circuit to the slowest pair.
+While that pair is slower than in the optimum, it has fewer circuits than in the optimum. The other pairs at its ends
+have no more circuits than in the optimum, so a port is free. Algorithm 3 can thus only be beaten by serving other
+pairs. Its own choice of pairs is greedy: the largest pairs first. This module improves that choice. It limits the bytes
+per circuit to those of the slowest pair in that choice, and then tries lower limits.
 
-Under a limit of bytes per circuit a pair needs a fixed number of ports at both ends, and better choices are found along
-chains as in matching. A chain inserts a pair; at each end without enough ports, it removes another pair, inserts a
-third pair at the end that this frees, and so on. The best gains are computed for all endpoints and port counts at once,
-layer by layer; each chain is then applied to the current choice, and undone if it gains nothing."""
+Under a limit of bytes per circuit, a pair needs a fixed number of ports at both ends. Better choices are then found
+along chains, as in matching. A chain inserts a pair. At each end without enough ports, it removes another pair, inserts
+a third pair at the end that the removal frees, and so on. The highest gains are computed for all endpoints and port
+counts at once, layer by layer. Each chain is then applied to the current choice, and undone if it gains nothing.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -68,15 +69,16 @@ class ServedScore:
 
 
 def reselect(demanded: Demanded, reference: Mapping[int, int]) -> Mapping[int, int]:
-    """Return the circuits per served pair: those of `reference`, or better circuits that are not worse by any of the
-    three measures. Circuits are better if they serve more pairs, then if they take fewer seconds, then if they serve
-    more bytes."""
+    """Return the number of circuits of each served pair: a better choice than `reference`, or `reference` if none is
+    found. A choice is better if it serves more pairs, then if it takes less time, then if it serves more bytes. The
+    result is not worse than `reference` by any of these three measures."""
     return _Search(demanded, reference, reference, bytes_first=False).searched()
 
 
 def most_bytes(demanded: Demanded, reference: Mapping[int, int], known: Mapping[int, int]) -> Mapping[int, int]:
-    """Return circuits that serve at least the bytes of `known` and are no worse than `reference` in any respect.
-    `known` must not be worse than `reference` either."""
+    """Return the number of circuits of each served pair, chosen to serve as many bytes as possible and no fewer than
+    `known`. The choice serves no fewer pairs and bytes than `reference`, and takes no more time. `known` must meet
+    these conditions too."""
     return _Search(demanded, reference, known, bytes_first=True).searched()
 
 
@@ -105,7 +107,8 @@ class _Search:
         return self.best
 
     def _below(self, limit: float) -> bool:
-        """Search for a better choice of pairs under a limit of bytes per circuit; return whether one was found."""
+        """Search for a better choice of pairs in which no circuit carries more than `limit` bytes. Return whether one
+        was found."""
         limit = min(limit, math.nextafter(self.score.slowest_bytes, 0.0))
         if not self._possible(limit):
             return False
@@ -113,7 +116,8 @@ class _Search:
         return any(self._try(limit, start) for start in (largest_first, largest_first[::-1]))
 
     def _possible(self, limit_bytes: float) -> bool:
-        """Return False if the required pairs and bytes cannot fit under the limit; True does not guarantee a fit."""
+        """Return False if the required pairs and bytes cannot be served with at most `limit_bytes` per circuit. A
+        result of True does not guarantee that they can."""
         if limit_bytes <= 0:
             return False
         pairs = self.least.pairs if self.bytes_first else self.score.pairs
@@ -124,8 +128,8 @@ class _Search:
         return most_pairs >= pairs - 1e-6 and most_bytes * self.sum_bytes >= total_bytes * (1 - 1e-6)
 
     def _try(self, limit_bytes: float, start: list[int]) -> bool:
-        """Improve `start` by all value functions in succession and by each value function separately. Return whether a
-        better choice was found."""
+        """Improve the choice of pairs `start` by all value functions in succession and by each value function
+        separately. Return whether a better choice was found."""
         better = False
         refined = start
         for number, value in enumerate(self.values):
@@ -148,7 +152,8 @@ class _Search:
 
 
 class PairChains:
-    """Improves choices until its work budget is spent. Arrays indexed by side list each pair twice, once per end."""
+    """Improves choices of pairs by chains until its work budget is spent. Arrays that are indexed by side contain each
+    pair twice, once for each end."""
 
     def __init__(self, demanded: Demanded, work: int) -> None:
         self.work = work
@@ -166,8 +171,9 @@ class PairChains:
         self.stops: Ints = np.append(self.starts[1:], len(self.tail))
 
     def improved(self, limit_bytes: float, start: Iterable[int], value: Floats) -> list[int]:
-        """Return an improved choice of pairs: the pairs of `start` that fit, taken in their order, then improved by
-        chains. `value` has the value of each pair."""
+        """Return an improved choice of pairs with at most `limit_bytes` per circuit. It begins with the pairs of
+        `start` that fit, taken in their order, and is then improved by chains. `value` contains the value of each
+        pair."""
         need = needs(self.larger, limit_bytes, int(self.ports.max()))
         served = self._fitting(start, need.tolist())
         choice = _Choice(self, need, value, served)
@@ -177,8 +183,9 @@ class PairChains:
         return np.flatnonzero(choice.served).tolist()
 
     def most(self, limit_bytes: float, value: Floats) -> float:
-        """Return an upper bound on the total value under the limit: half of the sum, over endpoints, of the highest
-        value that the endpoint could serve alone."""
+        """Return an upper bound on the total value of the pairs that can be served with at most `limit_bytes` per
+        circuit. The bound is half of the sum, over endpoints, of the highest value that each endpoint could serve
+        alone."""
         need = needs(self.larger, limit_bytes, int(self.ports.max()))[self.pair]
         ports, fits = self.ports[self.tail], need <= self.ports[self.tail]
         worth = np.where(fits, value[self.pair], 0.0)
@@ -203,8 +210,8 @@ class PairChains:
 
 
 def needs(larger_bytes: Floats, limit_bytes: float, most: int) -> Ints:
-    """Return the fewest circuits per pair, at least one, that keep each circuit within the limit; `most` + 1 if more
-    are needed."""
+    """Return the number of circuits that each pair needs so that no circuit carries more than `limit_bytes`. The number
+    is at least 1, and it is `most` + 1 if a pair needs more than `most` circuits."""
     with np.errstate(over="ignore"):
         need = np.clip(np.ceil(larger_bytes / limit_bytes), 1, most + 1)
     need -= (need > 1) & (larger_bytes / np.maximum(need - 1, 1) <= limit_bytes)  # corrects rounding of the quotient
@@ -228,7 +235,7 @@ class _Choice:
         self.step_cost = STEP_COST * float(value.mean())
 
     def improve(self) -> bool:
-        """Apply some of the chains with the highest gains. Returns False if no chain improves the choice."""
+        """Apply some of the chains with the highest gains. Returns whether the choice was improved."""
         self._evaluate()
         chains = self.chains
         capped = np.minimum(self.need, self.wide + 1)
@@ -244,10 +251,11 @@ class _Choice:
         return better
 
     def _evaluate(self) -> None:
-        """Compute the tables of costs and gains, which are indexed by endpoint and number of ports.
+        """Compute the tables `room` and `refill`, which are indexed by endpoint and number of ports.
 
-        `room` has the gain (0 or less) of freeing each number of ports. More than `wide` ports are never freed.
-        `refill` has the highest gain from using each number of free ports."""
+        `room` contains the gain, 0 or less, from freeing each number of ports. More than `wide` ports are never freed.
+        `refill` contains the highest gain from using each number of free ports.
+        """
         chains, wide, need, value = self.chains, self.wide, self.side_need, self.side_value
         head, tail, starts = chains.head, chains.tail, chains.starts
         served = self.served[chains.pair]
@@ -272,7 +280,8 @@ class _Choice:
         chains.work -= LOOK_WORK * wide + LAYERS * (wide + 2) * 2 * len(head)
 
     def _carry_out(self, pair: int) -> bool:
-        """Insert the pair along the best chain and return True; undo the chain and return False if it gains nothing."""
+        """Insert the pair along the best chain and return True. If the chain gains nothing, undo it and return
+        False."""
         self.chain: list[int] = []
         self._put(pair, served=True)
         done = all(self._clear(end, LAYERS) for end in self.chains.end_list[pair])
@@ -296,8 +305,8 @@ class _Choice:
             self.free[end] -= need
 
     def _clear(self, end: int, layers: int) -> bool:
-        """Remove pairs until the endpoint no longer exceeds its ports, and insert other pairs where ports become free.
-        Returns False if that is impossible."""
+        """Remove pairs until the endpoint `end` uses no more ports than it has. Insert other pairs where ports become
+        free, to a depth of `layers` insertions. Returns False if that is impossible."""
         chains, most = self.chains, self.wide + 1
         sides = slice(chains.starts[end], chains.stops[end])
         pairs, heads, need = chains.pair[sides], chains.head[sides], self.side_need[sides]
@@ -320,8 +329,8 @@ class _Choice:
         return True
 
     def _put_now(self, freed: Ints, ports: Ints) -> Floats:
-        """Return, as an array indexed by side, the gain of inserting each side's pair after its `freed` endpoint has
-        regained `ports` ports."""
+        """Return the gain of inserting each side's pair, as an array indexed by side. It is assumed that each endpoint
+        of `freed` has regained the number of ports at the same place in `ports`."""
         chains = self.chains
         free = self.free.copy()
         free[freed] += ports

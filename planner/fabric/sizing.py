@@ -1,14 +1,16 @@
 """Choose circuit counts for the core and all PoDs together, so that the PoDs can carry the core's circuits. Has no side
 effects.
 
-A PoD's allocator treats the boundary to the core as one more endpoint, with as many ports as the core has circuits to
-the PoD. One endpoint suffices because all uplinks of a PoD are equivalent. If the ToRs of a PoD cannot lift as many
-circuits as the core wants, the core's limit is lowered, until both agree. This follows appendix D of the paper.
+In the allocation of a PoD, the boundary to the core is one more endpoint, with as many ports as the core has circuits
+to the PoD. One endpoint suffices because all uplinks of a PoD are equivalent. If the ToRs of a PoD cannot use as many
+circuits as the core assigns to the PoD, the core's limit for the PoD is lowered. This is repeated until both agree, and
+follows appendix D of the paper.
 
 The alternative (`direct`) considers only pairs of ToRs, in the same or in different PoDs. No packet switch lies between
-two ToRs that a core circuit connects, so the bytes between PoDs are not enough information. For example, a PoD with
-little traffic gets a single circuit, which connects only one rail. In the alternative, Algorithm 3 assigns ToR ports
-and PoD lanes at once."""
+two ToRs that a core circuit connects, so the number of bytes between two PoDs is not enough information. For example, a
+PoD with little traffic gets a single circuit, which connects only one rail. In the alternative, Algorithm 3 assigns ToR
+ports and PoD lanes at once.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -27,8 +29,8 @@ ROUNDS = 16  # of agreement between PoDs and core; each removes circuits, and tw
 
 @dataclass(frozen=True, slots=True)
 class WantedBytes:
-    """The bytes that the touched PoDs must move. `lifts` has, by PoD, the bytes between its ToRs and its boundary to
-    the core, which has the id of the PoD."""
+    """The bytes to be moved in and between the PoDs that a stage changes. `lifts` contains, by PoD, the bytes between
+    its ToRs and its boundary to the core. The boundary is an endpoint with the id of the PoD."""
 
     tors: Mapping[EndpointId, Directed]  # by PoD, between its ToRs
     lifts: Mapping[EndpointId, Directed]
@@ -89,9 +91,10 @@ def size_with(
     *,
     by_tors: bool,
 ) -> CircuitSizes:
-    """Choose circuit counts, by the traffic of pairs of ToRs (`by_tors`) or of pairs of PoDs. `lanes` and `ports` limit
-    the lanes of each PoD and the ports of each ToR. Each pair of `bridges` that fits first gets one circuit; it gets
-    more circuits only for traffic."""
+    """Choose circuit counts, by the traffic of pairs of ToRs if `by_tors` is True, otherwise by the traffic of pairs of
+    PoDs. `lanes` contains the usable lanes of each PoD, and `ports` the usable ports of each ToR, by PoD. Each pair of
+    ToRs in `bridges` first gets one circuit if ports and lanes are free. It gets further circuits only for its
+    traffic."""
     left, lanes_left = {pod: dict(of_pod) for pod, of_pod in ports.items()}, dict(lanes)
     laid = []
     for pair in sorted(bridges):
@@ -159,8 +162,8 @@ def size(
     lanes: Mapping[EndpointId, int],
     ports: Mapping[EndpointId, Mapping[EndpointId, int]],
 ) -> CircuitSizes:
-    """Choose circuit counts by the traffic between PoDs, by Algorithm 3 in the core and in each PoD, until they
-    agree."""
+    """Choose circuit counts by the traffic between PoDs. Algorithm 3 is applied to the core and to each PoD, repeatedly
+    until both agree on the number of core circuits of each PoD."""
     eligible = template.core_pairs(site.pod[pod] for pod in wanted.tors)
     limits = {pod: lanes.get(pod, 0) for pod in wanted.tors}
     boundary: dict[EndpointId, int] = {}
@@ -202,9 +205,9 @@ def _incident(circuits: Mapping[Pair, int]) -> Counter[EndpointId]:
 
 
 def spread(link_gbps: float, ports: Mapping[EndpointId, int], up: Mapping[Pair, int]) -> Mapping[Pair, int]:
-    """Spread spare ports evenly over all pairs of endpoints. If there are fewer ports than pairs, the endpoints are
-    arranged on a circle and pairs at a few distances, near and far, come first, so that any endpoint reaches any other
-    in few hops. Among equal pairs, existing circuits come first."""
+    """Return circuits per pair that spread spare ports evenly over all pairs of endpoints. If there are fewer ports
+    than pairs, the endpoints are arranged on a circle. Pairs at a few distances, near and far, then come first, so that
+    any endpoint reaches any other in few hops. Among equal pairs, those that have circuits (`up`) come first."""
     ends = sorted(end for end, count in ports.items() if count)
     if len(ends) < 2:
         return {}
@@ -218,8 +221,9 @@ def spread(link_gbps: float, ports: Mapping[EndpointId, int], up: Mapping[Pair, 
 
 
 def _circle(size: int, distances: int) -> list[int]:
-    """Return a rank for each distance on a circle of `size` endpoints. It is equal in both directions. Each distance in
-    the first ranks is a fixed multiple of the previous one, so that steps of these distances reach every endpoint."""
+    """Return a rank for each distance on a circle of `size` endpoints. A distance has the same rank in both directions.
+    Up to `distances` distances have the lowest ranks. Each is about a fixed multiple of the previous one, so that steps
+    of these distances reach every endpoint."""
     chosen = [round(size ** (number / max(1, distances))) for number in range(max(1, distances))]
     shortest = [min(distance, size - distance) for distance in range(size)]
     return [chosen.index(each) if each in chosen else size + each for each in shortest]
@@ -228,8 +232,8 @@ def _circle(size: int, distances: int) -> list[int]:
 def direct(
     sent_bytes: Mapping[Pair, float], pod_of: Mapping[EndpointId, EndpointId], room: Mapping[EndpointId, int]
 ) -> Mapping[Pair, int]:
-    """Return the circuits per served pair. `sent_bytes` maps each pair of ToRs to the bytes of its larger direction.
-    `room` maps each ToR to its number of ports and each PoD to its number of lanes."""
+    """Return the number of circuits of each served pair of ToRs. `sent_bytes` maps each pair of ToRs to the bytes of
+    its larger direction. `room` maps each ToR to its number of ports and each PoD to its number of lanes."""
     ends = {
         pair: pair if pod_of[pair[0]] == pod_of[pair[1]] else (*pair, *(pod_of[tor] for tor in pair))
         for pair, each_bytes in sent_bytes.items()
@@ -256,8 +260,8 @@ def _served(
     pod_of: Mapping[EndpointId, EndpointId],
     room: Mapping[EndpointId, int],
 ) -> list[Pair]:
-    """Return the pairs that get a circuit. Pairs are considered by descending traffic, and a pair is included if its
-    ends still have room for a circuit."""
+    """Return the pairs that get a circuit. Pairs are considered by descending traffic. A pair is included if all of its
+    `ends` still have room for a circuit."""
     left = dict(room)
     served = []
     for pair in _in_turn(ends, sent_bytes, pod_of):
@@ -271,9 +275,9 @@ def _served(
 def _in_turn(
     pairs: Iterable[Pair], sent_bytes: Mapping[Pair, float], pod_of: Mapping[EndpointId, EndpointId]
 ) -> list[Pair]:
-    """Sort pairs by bytes. Pairs with equal bytes are sorted round-robin over ToRs, so that the pairs without room are
-    not all of one ToR. Within a ToR, pairs with ToRs at the same position in other PoDs come first, then pairs with
-    ToRs at the next position."""
+    """Sort pairs by descending bytes. Pairs with equal bytes are sorted round-robin over ToRs, so that the pairs that
+    find no free ports are not all of one ToR. For each ToR, pairs with ToRs at the same position in other PoDs come
+    first, then pairs with ToRs at the next position."""
     pairs = list(pairs)
     turn = _turns({tor for pair in pairs for tor in pair}, pod_of)
     size = 1 + max(turn.values(), default=0)
@@ -288,7 +292,7 @@ def _in_turn(
 
 
 def _turns(tors: Iterable[EndpointId], pod_of: Mapping[EndpointId, EndpointId]) -> Mapping[EndpointId, int]:
-    """Return the position of each ToR in its PoD."""
+    """Return the position of each ToR among the ToRs of its PoD."""
     places: Counter[EndpointId] = Counter()
     turn = {}
     for tor in sorted(tors):

@@ -1,9 +1,10 @@
 """Predict how long the links of one rank stay quiet, as a lower quantile learned from its collectives. Has no side
 effects.
 
-This is the slack of figure 5 and section 5.3 of the paper. Events arrive in order of time, in the clock of the rank's
-host. A rank is quiet while it has no collective in flight, including asynchronous ones; quiet times are stored by the
-position in the iteration."""
+This quiet time is the slack of figure 5 and section 5.3 of the paper. Events arrive in order of time, in the clock of
+the rank's host. A rank is quiet while it has no collective in flight, synchronous or asynchronous. Quiet times are
+stored by the position in the iteration.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,10 +33,13 @@ OUTLASTED = "outlasted"
 
 @dataclass(slots=True)
 class SlackHistogram:
-    """A logarithmic histogram of the quiet time before an operation; histograms of several ranks can be added.
+    """A logarithmic histogram of the quiet time before collectives of one operation. Histograms of several ranks can be
+    added.
 
     The slack of a collective is the time from the end of the previous collective to its start (section 2.2 of the
-    paper). `bins[i]` counts slack from `edge_s(i)` to `edge_s(i + 1)`; `none` counts starts without slack."""
+    paper). `bins[i]` is the number of collectives with a slack from `edge_s(i)` to `edge_s(i + 1)`. `none` is the
+    number of collectives without slack.
+    """
 
     bins: dict[int, int] = field(default_factory=dict)
     none: int = 0
@@ -58,8 +62,8 @@ class SlackHistogram:
         )
 
     def quantile_s(self, q: float) -> float | None:
-        """Return a quantile in seconds, interpolated logarithmically within a bin and accurate to a quarter of its
-        value; None if the histogram is empty."""
+        """Return the `q`-quantile in seconds; None if the histogram is empty. The quantile is interpolated
+        logarithmically within a bin and accurate to about a quarter of its value."""
         wanted, passed = q * self.total, float(self.none)
         if not self.total:
             return None
@@ -74,12 +78,12 @@ class SlackHistogram:
 
 
 def edge_s(index: float) -> float:
-    """Return the lower edge of a bin in seconds."""
+    """Return the lower edge of bin `index` in seconds. A fractional index gives a time inside the bin."""
     return float(LEAST_S * 10 ** (index / PER_DECADE))
 
 
 class Signature(NamedTuple):
-    """The identity of a collective across iterations. `size` is in bytes."""
+    """The identity of a collective across iterations. `size` is in bytes; it is -1 if the size varies."""
 
     op: str
     group: int
@@ -98,7 +102,8 @@ class RemainingQuiet:
 
 
 class _Request(NamedTuple):
-    """A request for a prediction, the answer, and the answer that the position alone would give."""
+    """A requested prediction: its probability `q`, the predicted end of the quiet time, and the prediction by the
+    position alone, before the correction for recent quiet times."""
 
     q: float
     until_s: float
@@ -107,7 +112,8 @@ class _Request(NamedTuple):
 
 @dataclass(slots=True)
 class SlackLearner:
-    """Learns the quiet times of one rank. Its `follower` has the sequence of an iteration and the position in it."""
+    """Learns the quiet times of one rank. Its `follower` stores the sequence of collectives of an iteration and tracks
+    the position in it."""
 
     rank: int
     histograms: dict[str, SlackHistogram] = field(default_factory=dict)  # by operation
@@ -117,7 +123,7 @@ class SlackLearner:
     _sizes: dict[tuple[str, int], int] = field(default_factory=dict)  # number of distinct sizes
     _flying: dict[int, Signature] = field(default_factory=dict)  # by handle
     _handles: int = 0
-    _opened_s: float | None = None  # when it became quiet; None: nothing was ever in flight, or events were lost
+    _opened_s: float | None = None  # when the rank became quiet; None: it is not quiet, or its state is unknown
     _ended_s: float | None = None  # the latest end
     _opened_at: IterationGap | None = None
     _opened_offset_s: float = 0.0
@@ -151,7 +157,7 @@ class SlackLearner:
         return self._handles
 
     def ended(self, handle: int, at_s: float) -> None:
-        """Handle the end of a collective; ignored if it is not in flight."""
+        """Handle the end of the collective with this handle. Has no effect if the collective is not in flight."""
         if self._flying.pop(handle, None) is None:
             return
         self._ended_s = at_s if self._ended_s is None else max(self._ended_s, at_s)
@@ -162,11 +168,11 @@ class SlackLearner:
             self._opened_at = None if isinstance(place, Hold) else place[1]
 
     def mark(self, name: str, _at_s: float) -> None:
-        """Set the trainer's current phase, such as "backward"; it names the positions that follow."""
+        """Set the trainer's current phase, such as "backward". The phase is stored with the positions that follow."""
         self._mark = name
 
     def iteration(self, _number: int, at_s: float) -> None:
-        """Handle the start of an iteration in the trainer."""
+        """Handle the start of an iteration that the trainer marks."""
         if not isinstance(self.follower, MarkedIterations):
             self.follower = MarkedIterations()
             self._opened_at = None
@@ -174,21 +180,22 @@ class SlackLearner:
         self._iteration_s = at_s
 
     def lost(self, detail: str) -> None:
-        """Handle lost events: collectives in flight and the position become unknown."""
+        """Handle a loss of events, for which `detail` is the reason. Collectives in flight are forgotten, and the
+        position in the iteration becomes unknown."""
         self._flying.clear()
         self._opened_s = self._ended_s = self._opened_at = self._request = None
         self.follower.lose(detail)
 
     def prepare(self, q: float) -> None:
-        """Compute the bound that `remaining` needs at the next quiet time. Called while a collective is in flight, so
-        that no quiet time is spent on arithmetic."""
+        """Compute in advance the bound that `remaining` needs at the next quiet time. Call this method while a
+        collective is in flight, so that no quiet time is spent on arithmetic."""
         place = self.follower.place
         if not isinstance(place, Hold):
             place[1].lengths_s.lower(self._levels.get(q, q))
 
     def remaining(self, now_s: float, q: float) -> RemainingQuiet | Hold:
-        """Return the time until which the rank stays quiet, except with probability `q`, given its quiet time so
-        far."""
+        """Predict the time until which the rank stays quiet, except with probability `q`, given how long it has been
+        quiet. Return a Hold if the rank is not quiet or if no prediction is possible."""
         if self._flying:
             first = next(iter(self._flying.values()))
             return Hold(TRAFFIC, f"rank {self.rank}: {len(self._flying)} in flight, the oldest {first.op}")
@@ -212,7 +219,7 @@ class SlackLearner:
         """Adapt later predictions to the accuracy of the last one. If predictions fail more often than allowed, for
         example while quiet times become shorter, later predictions are more cautious (adaptive conformal inference,
         Gibbs and Candes, 2021). They are never less cautious than requested. A quiet time that ended early, for example
-        in an iteration of few tokens, also shortens the next predictions in proportion."""
+        in an iteration with few tokens, also shortens the next predictions in proportion."""
         if self._request is None:
             return
         request, self._request = self._request, None
@@ -236,7 +243,7 @@ class SlackLearner:
 
     @property
     def signatures(self) -> dict[int, Signature]:
-        """The signatures by their number in the sequence. A size of -1 means that the size varies."""
+        """The signatures by the numbers that represent them in a sequence. A size of -1 means that the size varies."""
         return {number: signature for signature, number in self._numbers.items()}
 
     @property

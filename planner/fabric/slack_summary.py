@@ -13,8 +13,8 @@ VANISHED = Signature("?", -1, -1)  # stored under another number since its size 
 
 @dataclass(frozen=True, slots=True)
 class PositionSummary:
-    """The quiet time before one collective of an iteration, in seconds. Times are None if the rank was never quiet
-    there."""
+    """The quiet time before one collective of an iteration. Times are in seconds. They are None if the rank was never
+    quiet before this collective."""
 
     position: int
     op: str
@@ -37,8 +37,8 @@ class PositionSummary:
 
 @dataclass(frozen=True, slots=True)
 class SlackSummary:
-    """The summary of one rank or of several ranks. For several ranks, the histograms are added up, and `positions` are
-    those of the first rank."""
+    """The summary of the quiet times of one or several ranks. For several ranks, the histograms are added up, and
+    `positions` are those of the first rank."""
 
     ranks: tuple[int, ...]
     iterations: int
@@ -70,8 +70,8 @@ def summarize(learner: SlackLearner, q: float) -> SlackSummary:
 
 
 def merged(summaries: Iterable[SlackSummary]) -> SlackSummary:
-    """Add up the histograms. All other values are taken from the first summary. Raises ValueError if there are no
-    summaries."""
+    """Merge summaries: list their ranks and add up their histograms. All other values are taken from the first summary.
+    Raises ValueError if there are no summaries."""
     rest = list(summaries)
     if not rest:
         raise ValueError("at least one summary is required, got 0")

@@ -1,4 +1,5 @@
-"""Survey a site: the capacity of each level of a PoD, the ports of each switch, and warnings about unusual cabling."""
+"""Survey a site: the capacity of each level of a PoD, the ports of each switch, and warnings about missing parts and
+unusual cabling."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
@@ -11,8 +12,9 @@ from planner.fabric.topology import RESPONSES, Pod, PodRole, Site, Switch, Tier
 
 @dataclass(frozen=True, slots=True)
 class PodCapacity:
-    """The capacities of one PoD in Gbps per direction. `hosts_gbps` is the capacity of its NICs, `tors_gbps` is that of
-    the fibres from its ToRs to the switches, and `uplinks_gbps` is that of its lanes to the core."""
+    """The parts of one PoD, with their capacities in Gbps per direction. `hosts_gbps` is the capacity of its NICs,
+    `tors_gbps` is that of the fibres from its ToRs to the switches, and `uplinks_gbps` is that of its lanes to the
+    core."""
 
     pod: Pod
     servers: int
@@ -28,7 +30,8 @@ class PodCapacity:
 
     @property
     def tor_ratio(self) -> float:
-        """The ratio of host capacity to ToR fibre capacity. Up to 1, the fibres can carry all host traffic."""
+        """The ratio of host capacity to ToR fibre capacity. If it is at most 1, the fibres can carry all host
+        traffic."""
         return self.hosts_gbps / self.tors_gbps
 
     @property
@@ -126,8 +129,9 @@ def _strangers(site: Site) -> Iterator[str]:
 def _apart(
     on: Mapping[EndpointId, set[OcsId]], uplinks: Collection[EndpointId]
 ) -> tuple[EndpointId, EndpointId] | None:
-    """Return the first two endpoints that share no switch; None if all share one. Pairs of uplinks are ignored. If
-    several endpoints of one kind are on the same switches, only one of them is checked."""
+    """Return the first two endpoints that share no switch; None if any two endpoints share one. `on` lists the switches
+    of each endpoint. Pairs of uplinks are ignored. If several uplinks or several other endpoints are on the same
+    switches, only one of them is checked."""
     alike: dict[tuple[bool, frozenset[OcsId]], EndpointId] = {}
     for endpoint in sorted(on):
         alike.setdefault((endpoint in uplinks, frozenset(on[endpoint])), endpoint)

@@ -78,7 +78,7 @@ class Uplink:
 @dataclass(frozen=True, slots=True)
 class Server:
     """A server. NIC i is cabled to `tors[i]`. The GPUs are assigned to the NICs evenly, in order. NVLink connects all
-    GPUs."""
+    GPUs of the server."""
 
     id: ServerId
     pod: EndpointId
@@ -92,7 +92,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """An optical switch. `ports` lists the ports of each ToR or uplink, in the order of its lanes."""
+    """An optical switch. `ports` lists the ports of each ToR or uplink, in the order of its fibres."""
 
     id: OcsId
     tier: Tier
@@ -115,7 +115,7 @@ RESPONSES = "responses"  # the purpose of lanes that stream responses from Gen t
 
 @dataclass(frozen=True, slots=True, order=True)
 class Lane:
-    """One fibre of an uplink: a port of an OCS-Agg, and a port of an OCS-Core."""
+    """One fibre of an uplink, from a port of an OCS-Agg to a port of an OCS-Core."""
 
     uplink: EndpointId
     agg: OcsId
@@ -131,7 +131,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Site:
-    """A valid site, read from a site file and checked by `orchestrrl/fabric/site.py`."""
+    """A valid site. `orchestrrl/fabric/site.py` reads it from a site file and checks it."""
 
     link_gbps: float  # of a circuit, per direction
     nic_gbps: float
@@ -204,7 +204,8 @@ class Site:
 
     @cached_property
     def fibres(self) -> Mapping[Tier, Mapping[EndpointId, tuple[Port, ...]]]:
-        """The switch ports of each ToR and uplink, by tier, ordered by switch and then as the site lists them."""
+        """The switch ports of each ToR and uplink, by tier. The ports are ordered by switch id and, on one switch, as
+        in its `ports`."""
         found: dict[Tier, dict[EndpointId, list[Port]]] = {tier: {} for tier in Tier}
         for switch in sorted(self.switches, key=lambda each: each.id):
             for endpoint, numbers in switch.ports.items():

@@ -1,9 +1,10 @@
-"""Change one set of cross-connects into another in stages, so that pairs and endpoints keep circuits throughout. Has no
-side effects.
+"""Plan how to change one set of cross-connects into another in stages, so that pairs and endpoints keep circuits as far
+as possible. Has no side effects.
 
 In each stage, circuits are removed before circuits are added. Cross-connects in both sets are never touched, and only
-cross-connects of the two sets are used. The plan minimises, in this order, the pairs that go dark, the endpoints below
-their minimum ("thin"), and the stages. `orchestrrl/fabric/stage_commit.py` carries out a stage, drained and verified.
+cross-connects of the two sets are used. The plan minimises, in this order, the number of pairs that go dark, the number
+of endpoints that fall below their minimum ("thin"), and the number of stages. `orchestrrl/fabric/stage_commit.py`
+commits a stage.
 """
 
 from collections import Counter
@@ -22,8 +23,9 @@ PointKind = Literal["start", "removed", "added"]
 
 @dataclass(frozen=True, slots=True)
 class TransitionProblem:
-    """The current and target cross-connects, with limits. The share `min_fraction` of an endpoint's circuits stays up,
-    rounded down. The share refers to its circuits before or after the transition, whichever are fewer."""
+    """The current and target cross-connects, with limits. At least the share `min_fraction` of an endpoint's circuits,
+    rounded down, should stay up. The share refers to the endpoint's circuits before or after the transition, whichever
+    are fewer."""
 
     cabling: Cabling
     current: frozenset[PortPair]
@@ -44,7 +46,7 @@ class TransitionProblem:
 
 @dataclass(frozen=True, slots=True)
 class TransitionStage:
-    """One stage: first the removals, then the additions."""
+    """One stage of a transition: first the removals, then the additions."""
 
     remove: tuple[PortPair, ...]
     add: tuple[PortPair, ...]
@@ -58,10 +60,11 @@ class TransitionStage:
 class Transition:
     """The stages of a transition and their side effects.
 
-    `dark_pairs` have circuits before and after, but none at some point between; `thin_endpoints` are below their floor
-    at some point. No transition has fewer than `stages_at_least` stages, unless more pairs go dark or more endpoints
-    become thin. `fewest_suffer` states whether it is proven that no order makes fewer pairs dark or, with as few dark
-    pairs, fewer endpoints thin."""
+    `dark_pairs` have circuits before and after the transition, but none at some point during it. `thin_endpoints` have
+    fewer circuits than their minimum at some point. No transition has fewer than `stages_at_least` stages, unless more
+    pairs go dark or more endpoints become thin. `fewest_suffer` states whether it is proven that no order makes fewer
+    pairs dark or, with as few dark pairs, fewer endpoints thin.
+    """
 
     stages: tuple[TransitionStage, ...]
     dark_pairs: tuple[Pair, ...]
@@ -72,7 +75,8 @@ class Transition:
 
 @dataclass(frozen=True, slots=True)
 class CircuitsUp:
-    """The number of circuits at one point, for each pair and endpoint that has circuits before or after."""
+    """The number of circuits at one point of a transition, for each pair and endpoint that has circuits before or after
+    the transition. `kind` states whether the point is the start or follows the removals or the additions of `stage`."""
 
     stage: int
     kind: PointKind
@@ -82,7 +86,8 @@ class CircuitsUp:
 
 def transition(problem: TransitionProblem) -> Transition:
     """Plan a transition with the fewest dark pairs, then the fewest thin endpoints, then the fewest stages. The result
-    is provably optimal for small problems and close to optimal otherwise. It is deterministic."""
+    is provably optimal for small problems and close to optimal otherwise. Equal problems always give the same
+    result."""
     moves = moves_between(problem.cabling, problem.current, problem.target, problem.min_fraction)
     order, proven = fewest_missed(moves)
     spared = _not_to_count_on(moves, order)
@@ -91,8 +96,9 @@ def transition(problem: TransitionProblem) -> Transition:
 
 
 def _not_to_count_on(moves: TransitionMoves, order: RemovalOrder) -> frozenset[int]:
-    """Return the floors that an order of equal cost may miss. These are the floors that every order misses. If `order`
-    misses the floor of another pair, the floors of all pairs are included, and likewise for endpoints."""
+    """Return the numbers of the floors (minimum circuit counts) that an order as good as `order` may miss. These
+    include the floors that every order misses. If `order` misses the floor of another pair, the floors of all pairs are
+    included. The same applies to endpoints."""
     hopeless = doomed(moves)
     chosen = {moves.floors[number].is_pair for number in order.missed - hopeless}
     return hopeless | {number for number, floor in enumerate(moves.floors) if floor.is_pair in chosen}
@@ -144,8 +150,8 @@ def circuits_up(problem: TransitionProblem, planned: Transition) -> tuple[Circui
 def _counted(
     problem: TransitionProblem, stages: tuple[TransitionStage, ...]
 ) -> Iterator[tuple[int, PointKind, Counter[Subject], Iterable[Subject]]]:
-    """Yield each point with its circuit counts (one object, updated in place) and the subjects that have fewer circuits
-    than at the previous point."""
+    """Yield, for each point of the transition, its stage, its kind, the circuit counts, and the pairs and endpoints
+    that have lost circuits since the previous point. The circuit counts are one object that is updated in place."""
     up = Counter(circuits(problem.cabling, problem.current))
     yield 0, "start", up, ()
     for number, stage in enumerate(stages, start=1):
@@ -157,7 +163,7 @@ def _counted(
 
 
 def _suffer(problem: TransitionProblem, stages: tuple[TransitionStage, ...]) -> set[Subject]:
-    """Return the subjects that are below their floors at some point."""
+    """Return the pairs and endpoints that fall below their minimum at some point."""
     fewest = lit_floors(problem.cabling, problem.current, problem.target, problem.min_fraction)
     points = _counted(problem, stages)
     return {subject for *_, up, lost in points for subject in lost if up[subject] < fewest.get(subject, 0)}

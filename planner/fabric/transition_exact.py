@@ -1,8 +1,9 @@
-"""Solve two problems of a transition with CP-SAT: which floors must be missed, and how many stages are needed at least.
-Has no side effects.
+"""Solve two problems of a transition with CP-SAT: which floors (minimum circuit counts) must be missed, and how many
+stages are needed at least. Has no side effects.
 
 One worker and a limit in deterministic time give the same result on every machine. The solver is loaded only when
-needed, as loading takes longer than most transitions."""
+needed, because loading takes longer than planning most transitions.
+"""
 
 import itertools
 from collections import defaultdict
@@ -32,10 +33,13 @@ MOST_STAGE_VARIABLES = 12_000  # over all stage counts that are tried
 
 
 def fewest_missed(moves: TransitionMoves) -> tuple[RemovalOrder, bool]:
-    """Return an order that misses as few floors as possible, and whether it is proven that no order misses fewer.
+    """Return an order of removals that misses as few floors as possible, and whether it is proven that no order misses
+    fewer.
 
-    Pairs take precedence over endpoints, so they are first solved without endpoints. The resulting number of dark pairs
-    is a bound that also holds with endpoints, and an order that reaches it is the starting point for the endpoints."""
+    Pairs take precedence over endpoints, so the problem is first solved for pairs alone. The resulting number of dark
+    pairs is also a lower bound if endpoints are included. The search that includes endpoints starts from the order
+    found for pairs.
+    """
     hopeless = doomed(moves)
     pairs = moves.of_pairs_only()
     doomed_pairs = sum(moves.floors[number].is_pair for number in hopeless)
@@ -55,8 +59,9 @@ def _fewest(moves: TransitionMoves, known: RemovalOrder, at_least: tuple[int, in
     `at_least`.
 
     The model excludes harmless removals, which come first, and removals that no floor waits for, which come last. The
-    remaining removals are split into parts that share no floor, port or addition. In each part, removals are assigned
-    to as many rounds as there are removals, which no order exceeds."""
+    remaining removals are split into parts that share no floor, port or addition. The removals of each part are
+    assigned to rounds. No order needs more rounds than there are removals.
+    """
     if known.cost(moves) == at_least:
         return known, True
     start = harmless(moves, doomed(moves))
@@ -101,7 +106,8 @@ def _parts(moves: TransitionMoves, start: TransitionReplay, undecided: set[int])
 def _order_of(
     moves: TransitionMoves, start: TransitionReplay, hint: list[int], work: float
 ) -> tuple[list[int], float, bool]:
-    """Return the best order of the removals in `hint`, the work used, and whether the order is proven optimal."""
+    """Return the best order found for the removals in `hint`, the work used, and whether the order is proven optimal.
+    Work is in deterministic seconds, of which at most `work` are used."""
     rounds = len(hint)
     if rounds == 1:
         return hint, 0.0, True
@@ -162,11 +168,13 @@ def _both(model: "cp_model.CpModel", needed: list[Any]) -> Any:
 def fewest_stages(
     moves: TransitionMoves, max_moves: int, cost: tuple[int, int], at_least: int, known: Sequence[int], known_count: int
 ) -> tuple[list[int] | None, int]:
-    """Find fewer stages than `known_count` without missing more pairs and endpoints than `cost`.
+    """Search for a transition with fewer stages than `known_count` that misses the floors of no more pairs and
+    endpoints than `cost`.
 
-    Returns the stage of each move, numbered from 0, removals first, or None if no such transition was found; and a
-    proven lower bound on the number of stages. `known` is the transition from which the search starts, in the same
-    form."""
+    Returns the stage of each move, numbered from 0, and a proven lower bound on the number of stages. Removals are
+    listed before additions. The first value is None if no such transition is found. `known` is the transition from
+    which the search starts, in the same form. `at_least` is the lower bound known so far.
+    """
     work, count, variables = STAGES_WORK, at_least, moves.count * at_least
     while count < known_count and variables <= MOST_STAGE_VARIABLES and work > 0:
         # Half of the remaining work, so that larger stage counts, which are easier, are tried too.
@@ -183,8 +191,8 @@ def fewest_stages(
 def _in_stages(
     moves: TransitionMoves, max_moves: int, cost: tuple[int, int], count: int, known: Sequence[int], work: float
 ) -> tuple[list[int] | None, float, bool]:
-    """Return a transition in `count` stages (None if not found), the work used, and whether it is proven that there is
-    no such transition."""
+    """Return the stage of each move for a transition in `count` stages (None if none is found), the work used in
+    deterministic seconds, and whether it is proven that there is no such transition."""
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()

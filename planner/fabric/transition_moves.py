@@ -1,9 +1,11 @@
-"""The moves of a transition, the ports that each removal frees for additions, and the circuits that must stay lit. Has
+"""The moves of a transition, the ports that each removal frees for additions, and the circuits that must stay up. Has
 no side effects.
 
 A removal takes one circuit from its pair and from both endpoints; an addition adds one circuit to each. An addition
-waits for at most two removals, which hold its ports. Adding never harms: no other addition uses its ports, and no count
-falls. Therefore the order of the removals alone determines what can fail."""
+waits for at most two removals, which hold its ports. An addition never does harm, because no other addition uses its
+ports and no circuit count falls. Therefore, the order of the removals alone determines which pairs and endpoints have
+too few circuits.
+"""
 
 import math
 from collections import defaultdict
@@ -17,7 +19,8 @@ Subject = Pair | EndpointId  # suffers if too few circuits are left
 
 @dataclass(frozen=True, slots=True)
 class CircuitFloor:
-    """A pair or an endpoint whose number of circuits may never fall by more than `room` below the initial number."""
+    """A limit for a pair or an endpoint: its number of circuits should never be more than `room` below the initial
+    number. `removals` and `additions` are the indices of the moves that affect the pair or endpoint."""
 
     of: Subject
     room: int
@@ -31,7 +34,8 @@ class CircuitFloor:
 
 @dataclass(frozen=True, slots=True)
 class TransitionMoves:
-    """Removals and additions by number, in sorted order, and the floors that could be missed."""
+    """The removals and additions of a transition, in sorted order, and the floors that could be missed. All other
+    fields refer to these by index. `removal_floors` and `addition_floors` list the floors that each move affects."""
 
     removals: tuple[PortPair, ...]
     additions: tuple[PortPair, ...]
@@ -61,8 +65,8 @@ class TransitionMoves:
 def lit_floors(
     cabling: Cabling, current: Iterable[PortPair], target: Iterable[PortPair], min_fraction: float
 ) -> dict[Subject, int]:
-    """Return the minimum number of circuits that each pair and endpoint keeps at every point. Subjects with a minimum
-    of 0 are omitted."""
+    """Return the minimum number of circuits that each pair and endpoint should keep throughout the transition. Pairs
+    and endpoints with a minimum of 0 are omitted."""
     before, after = circuits(cabling, current), circuits(cabling, target)
     floors: dict[Subject, int] = {}
     for subject in before.keys() & after.keys():
@@ -73,8 +77,8 @@ def lit_floors(
 
 
 def _share(fraction: float, of: int) -> int:
-    """Return the share rounded down, correcting for rounding errors: 0.29 of 100 is 29, although the floating-point
-    product is slightly less."""
+    """Return `fraction` of `of`, rounded down and corrected for rounding errors. For example, 0.29 of 100 is 29,
+    although the floating-point product is slightly less."""
     return math.floor(fraction * of * (1 + 4 * math.ulp(1.0)))
 
 
@@ -89,7 +93,8 @@ def circuits(cabling: Cabling, cross_connects: Iterable[PortPair]) -> dict[Subje
 
 
 def subjects(cabling: Cabling, cross_connect: PortPair) -> tuple[Subject, Subject, Subject]:
-    """Return the pair that the cross-connect connects, and its two endpoints."""
+    """Return the pair that the cross-connect connects, and its two endpoints. Raises ValueError if the cross-connect
+    does not connect two endpoints."""
     pair = cabling.ends(cross_connect)
     if pair is None:
         raise ValueError(f"cross-connect {cross_connect} must connect two endpoints")
@@ -121,8 +126,8 @@ def _floors(
     additions: tuple[PortPair, ...],
     fewest: Mapping[Subject, int],
 ) -> Iterator[CircuitFloor]:
-    """Yield the floors of pairs in sorted order, then the floors of endpoints in sorted order. Subjects that could lose
-    all their removals at once are omitted."""
+    """Yield the floors of pairs in sorted order, then the floors of endpoints in sorted order. Pairs and endpoints that
+    could lose all their removals at once without falling below their minimum (`fewest`) are omitted."""
     before = circuits(cabling, current)
     down, up = _by_subject(cabling, removals), _by_subject(cabling, additions)
     for subject in sorted(fewest, key=lambda subject: (isinstance(subject, str), subject)):
@@ -140,7 +145,7 @@ def _by_subject(cabling: Cabling, cross_connects: tuple[PortPair, ...]) -> dict[
 
 
 def _inverse(members: Iterable[tuple[int, ...]], count: int) -> tuple[tuple[int, ...], ...]:
-    """Return, for each of `count` numbers, the indices of the groups that contain it."""
+    """Return, for each number from 0 to `count` - 1, the indices of the tuples in `members` that contain the number."""
     places: list[list[int]] = [[] for _ in range(count)]
     for place, numbers in enumerate(members):
         for number in numbers:

@@ -1,8 +1,10 @@
-"""Order the removals of cross-connects so that as few pairs and endpoints as possible fall below their floors. Has no
-side effects.
+"""Order the removals of cross-connects so that as few pairs and endpoints as possible fall below their floors (minimum
+circuit counts). Has no side effects.
 
-The order is independent of the number of moves per stage. Any stages can be split into single removals, each followed
-by the additions whose ports are free. No point of the resulting order has fewer circuits than the stages had."""
+The order is independent of the number of moves per stage. Any sequence of stages can be split into single removals,
+each followed by the additions whose ports are free. In the resulting order, no pair or endpoint ever has fewer circuits
+than it has at its lowest point in the stages.
+"""
 
 import heapq
 import random
@@ -17,14 +19,14 @@ TRIES_STEPS = 60_000  # removals ordered in total during the search for a cheape
 
 @dataclass(frozen=True, slots=True)
 class RemovalOrder:
-    """An order of all removals, and the floors that it misses at some point."""
+    """An order of all removals, and the floors that it misses at some point. Removals and floors are given by index."""
 
     removals: tuple[int, ...]
     missed: frozenset[int]
 
     def cost(self, moves: TransitionMoves) -> tuple[int, int]:
-        """Return the number of pairs that go dark and the number of endpoints that become thin; the first takes
-        precedence in minimisation."""
+        """Return the number of pairs that go dark and the number of endpoints that become thin. The first number takes
+        precedence when costs are compared."""
         pairs = sum(moves.floors[floor].is_pair for floor in self.missed)
         return pairs, len(self.missed) - pairs
 
@@ -45,7 +47,7 @@ class TransitionReplay:
                 self._add(addition)
 
     def remove(self, removal: int) -> list[int]:
-        """Apply a removal, and return the additions that go up."""
+        """Apply a removal and the additions that it enables. Return these additions."""
         self.down.append(removal)
         self.is_down[removal] = 1
         for floor in self.moves.removal_floors[removal]:
@@ -66,11 +68,11 @@ class TransitionReplay:
             self.room[floor] += 1
 
     def opens(self, removal: int) -> list[int]:
-        """Return the additions that could go up immediately after the removal."""
+        """Return the additions that the removal would enable if it came next."""
         return [addition for addition in self.moves.opens[removal] if self.waiting[addition] == 1]
 
     def loses(self, removal: int) -> list[int]:
-        """Return the floors whose room the removal would reduce, among the floors that may still be missed."""
+        """Return the floors whose room the removal would reduce, except floors that can no longer be missed."""
         given = {floor for addition in self.opens(removal) for floor in self.moves.addition_floors[addition]}
         return [
             floor
@@ -79,7 +81,7 @@ class TransitionReplay:
         ]
 
     def barred(self, removal: int) -> list[int]:
-        """Return the floors that the removal would miss."""
+        """Return the floors that would be missed if the removal came next."""
         return [floor for floor in self.moves.removal_floors[removal] if self.room[floor] < 1]
 
     def order(self) -> RemovalOrder:
@@ -94,8 +96,8 @@ def replayed(moves: TransitionMoves, removals: Iterable[int]) -> RemovalOrder:
 
 
 def doomed(moves: TransitionMoves) -> frozenset[int]:
-    """Return the floors that every order misses: they have no room before the first removal, and each of their
-    additions must wait for one of their removals."""
+    """Return the floors that every order misses. A floor is missed by every order if it has no room before the first
+    removal and each of its additions must wait for one of its removals."""
     missed = set()
     for number, floor in enumerate(moves.floors):
         own = set(floor.removals)
@@ -105,16 +107,18 @@ def doomed(moves: TransitionMoves) -> frozenset[int]:
 
 
 def harmless(moves: TransitionMoves, abandoned: frozenset[int]) -> TransitionReplay:
-    """Apply removals as long as there is one that leaves every floor at least as much room as before. No order gets
-    worse by beginning with such removals, because an earlier removal never delays an addition."""
+    """Apply removals as long as some removal leaves every floor, except those in `abandoned`, at least as much room as
+    before. Return the resulting state. No order gets worse by beginning with these removals, because an earlier removal
+    never delays an addition."""
     return _Walk(moves, abandoned, range(len(moves.removals))).run(harmless_only=True)
 
 
 def postponed(moves: TransitionMoves, start: TransitionReplay) -> list[int]:
-    """Return the removals that may come after all other removals, in the order in which they may come.
+    """Return the removals that may come after all other removals, in an order that does no harm.
 
-    These removals enable no addition of a floor that may still be missed. Without them, fewer floors may be missed, so
-    the rule is applied repeatedly."""
+    These removals enable no addition for a floor that can still be missed. Once they are set aside, fewer floors can be
+    missed, so the rule is applied repeatedly.
+    """
     left, late = list(start.left), list[int]()
     pending = [removal for removal, down in enumerate(start.is_down) if not down]
     while True:
@@ -138,9 +142,10 @@ def postponed(moves: TransitionMoves, start: TransitionReplay) -> list[int]:
 def short_order(
     moves: TransitionMoves, abandoned: frozenset[int] = frozenset(), turn: Sequence[int] = ()
 ) -> RemovalOrder:
-    """Find a good order quickly, by following chains of ports as far as possible.
+    """Find a good order quickly, by following chains of removals and additions as far as possible.
 
-    The floors in `abandoned` are ignored. Ties are resolved by the order of removals in `turn`."""
+    The floors in `abandoned` are ignored. Ties are resolved by the order of removals in `turn`.
+    """
     return _Walk(moves, doomed(moves) | abandoned, turn or range(len(moves.removals))).run().order()
 
 
@@ -150,8 +155,9 @@ def kept_order(moves: TransitionMoves, known: RemovalOrder) -> RemovalOrder:
 
 
 def tried_again(moves: TransitionMoves, best: RemovalOrder, at_least: tuple[int, int]) -> RemovalOrder:
-    """Search many random orders for a better order than `best`. Some orders respect all floors, and others ignore all
-    floors that `best` misses except one. The search stops when the cost `at_least` is reached."""
+    """Return the best of `best` and many random orders. Some random orders ignore only the floors that every order
+    misses. Others ignore all but one of the floors that `best` misses. The search stops when the cost `at_least` is
+    reached or enough orders have been tried."""
     hopeless, numbers = doomed(moves), list(range(len(moves.removals)))
     draw, steps = random.Random(0), 0
     while best.cost(moves) > at_least and steps < TRIES_STEPS:
@@ -168,7 +174,7 @@ def tried_again(moves: TransitionMoves, best: RemovalOrder, at_least: tuple[int,
 
 
 class _Walk:
-    """Applies one removal after another, the least harmful first. If every remaining removal misses a floor, some
+    """Applies one removal after another, the least harmful first. If every remaining removal would miss a floor, some
     floors are abandoned."""
 
     def __init__(
@@ -245,7 +251,8 @@ class _Walk:
                 self._push(removal)
 
     def _abandon_floors(self) -> None:
-        """Abandon the fewest floors that permit a removal; among equals, the floors that permit the most removals."""
+        """Abandon the fewest floors whose loss permits a removal, with floors of pairs counted before floors of
+        endpoints. Among equals, abandon the floors that permit the most removals."""
         barred = {
             removal: frozenset(self._barred(removal)) for removal, down in enumerate(self._replay.is_down) if not down
         }

@@ -15,11 +15,13 @@ StageOf = list[int]  # [move]: its stage from 0; removals first, then additions
 
 
 def packed(moves: TransitionMoves, order: RemovalOrder, max_moves: int, *, by_chains: bool) -> StageOf:
-    """Return the stage of each move. Each stage takes additions whose ports are free, then removals that may come down,
-    in the given order. If `by_chains` is True, removals that the longest chains of moves wait for come first.
+    """Return the stage of each move. Each stage takes additions whose ports are free, then removals that the floors
+    permit. Removals are considered in the given order. If `by_chains` is True, removals that the longest chains of
+    moves wait for come first.
 
-    The remaining order stays feasible throughout, so no stage can reach a dead end: a removal is moved forward only if
-    every floor allows it at each point that it passes."""
+    No stage can reach a dead end, because the remaining order stays feasible throughout. A removal is moved forward
+    only if every floor allows it at each point that it passes.
+    """
     return _Packing(moves, order, max_moves, by_chains).run()
 
 
@@ -49,7 +51,7 @@ class _Packing:
         return self._stage_of
 
     def _raise(self) -> None:
-        """Add the additions whose ports are free to the stage, up to its limit of moves."""
+        """Add to the stage the additions whose ports are free, up to the stage's limit of moves."""
         free = self._max_moves - self._taken
         for addition in self._ready[:free]:
             self._take(len(self._moves.removals) + addition)
@@ -87,7 +89,8 @@ class _Packing:
         )
 
     def _bears(self, floor: int, removal: int) -> bool:
-        """Return whether the floor allows `removal` to be made before all moves that precede it in the order."""
+        """Return whether the floor allows `removal` to be made before all pending moves that precede it in the
+        order."""
         room = self._room[floor] - 1
         for move in self._events[floor]:
             if move == removal:
@@ -107,8 +110,8 @@ class _Packing:
 
 
 def _behind(moves: TransitionMoves, order: RemovalOrder) -> list[int]:
-    """Return how many stages must follow each removal. Other removals may require an addition that it enables, and may
-    enable additions that further removals require."""
+    """Return, for each removal, the number of stages that must follow it. Another removal may have to wait for an
+    addition that this removal enables, and may itself enable an addition that a further removal has to wait for."""
     behind = [0] * len(moves.removals)
     bare = [floor for number, floor in enumerate(moves.floors) if floor.room == 0 and number not in order.missed]
     for _ in range(CHAIN):
@@ -127,7 +130,7 @@ def _behind(moves: TransitionMoves, order: RemovalOrder) -> list[int]:
 
 
 def _events(moves: TransitionMoves, order: RemovalOrder) -> list[list[int]]:
-    """Return, for each floor, the moves that affect it, in order, with each addition as soon as its ports are free."""
+    """Return, for each floor, the moves that affect it, in order. Each addition comes as soon as its ports are free."""
     events: list[list[int]] = [[] for _ in moves.floors]
     replay = TransitionReplay(moves)
     for addition, needed in enumerate(moves.blockers):
@@ -144,9 +147,9 @@ def _events(moves: TransitionMoves, order: RemovalOrder) -> list[list[int]]:
 
 
 def smoothed(moves: TransitionMoves, stage_of: StageOf, max_moves: int) -> StageOf:
-    """Return an equivalent assignment to the same number of stages, with additions as early and removals as late as the
-    limits on moves and the ports allow. At every point, each pair and endpoint has at least as many circuits as before.
-    """
+    """Return an assignment of the moves to the same number of stages, with additions as early and removals as late as
+    the limits on moves and the ports allow. At every point, each pair and endpoint has at least as many circuits as
+    with the assignment `stage_of`."""
     stage_of, removals = list(stage_of), len(moves.removals)
     load: dict[int, int] = defaultdict(int)
     for stage in stage_of:
@@ -171,8 +174,9 @@ def smoothed(moves: TransitionMoves, stage_of: StageOf, max_moves: int) -> Stage
 
 
 def stages_at_least(moves: TransitionMoves, max_moves: int, missed: frozenset[int]) -> int:
-    """Return a lower bound on the number of stages of a transition that keeps every floor except `missed`. The bound
-    follows from the number of moves, the circuits that each floor can spare at once, and chains of dependent moves."""
+    """Return a lower bound on the number of stages of a transition that keeps every floor except those in `missed`. The
+    bound follows from the number of moves, the circuits that each floor can spare at once, and chains of dependent
+    moves."""
     floors = [number for number in range(len(moves.floors)) if number not in missed]
     down, up = _earliest(moves, floors)
     bound = max([math.ceil(moves.count / max_moves), *(_rounds(moves, number) for number in floors)])
@@ -183,8 +187,9 @@ def stages_at_least(moves: TransitionMoves, max_moves: int, missed: frozenset[in
 
 
 def _rounds(moves: TransitionMoves, number: int) -> int:
-    """Return a lower bound on the number of stages for a floor's removals. Each stage removes as many circuits as the
-    floor can spare, and the removals that enable the most additions come first."""
+    """Return a lower bound on the number of stages for the removals of floor `number`. The bound assumes that each
+    stage removes as many circuits as the floor can spare, and that the removals that enable the most additions come
+    first."""
     floor = moves.floors[number]
     own, additions = set(floor.removals), set(floor.additions)
     free = sum(own.isdisjoint(moves.blockers[addition]) for addition in floor.additions)
@@ -206,8 +211,8 @@ def _last(moves: TransitionMoves, number: int, up: list[int]) -> int:
 
 
 def _earliest(moves: TransitionMoves, floors: list[int]) -> tuple[list[int], list[int]]:
-    """Return the first possible stage, from 0, of each removal and addition. If a floor can spare no circuit, each of
-    its removals waits for one of its additions."""
+    """Return the earliest possible stage of each removal and of each addition, counted from 0. If one of the `floors`
+    can spare no circuit, each of its removals waits for one of its additions."""
     down, up = [0] * len(moves.removals), [0] * len(moves.additions)
     bare = [moves.floors[number] for number in floors if moves.floors[number].room == 0]
     for _ in range(moves.count):

@@ -1,12 +1,13 @@
 """Decide when circuits may change. All ranks that use them must be quiet for as long as the change takes. Has no side
 effects.
 
-The time until packets may use a change is measured per switch. The delay of the device is often its smallest part,
-because receivers must lock to the light, links are debounced, and routes must be changed (section 2.3 of the paper).
-Until there are enough measurements, the stated delay plus an allowance is used.
+The time until packets may use a changed circuit is measured per switch. The delay of the device is often the smallest
+part of this time, because receivers must lock to the light, links are debounced, and routes must be changed (section
+2.3 of the paper). Until there are enough measurements, the stated delay plus an allowance is used.
 
 This implements section 5.3 of the paper. Times are in the clock of the deciding host, except in `ReportedQuiet`, which
-uses the clock of the reporting host."""
+uses the clock of the reporting host.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,7 +37,7 @@ COVERED = 0.95  # share of commits that take no longer than expected
 DEVICE_FACTOR, LINK_UP_S = 1.5, 0.005  # factor on the stated delay, and addition to it
 ROUTE_S = CONTROL_S = 0.005
 BEYOND = 1.5  # factor on the worst measurement while there are few
-FADING = 0.9  # factor on that per period without a fitting window
+FADING = 0.9  # factor on the same per period without a sufficient window
 
 Interval = tuple[float, float]
 
@@ -54,8 +55,8 @@ class ReportedQuiet:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A time in which all ranks are quiet. `limiting` names the rank whose prediction ends first. `risk` is an upper
-    bound on the probability that some rank communicates before the window ends."""
+    """A time span in which all ranks are quiet. `limiting` names the rank whose prediction ends first. `risk` is an
+    upper bound on the probability that some rank communicates before the window ends."""
 
     opened_s: float
     until_s: float
@@ -65,7 +66,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class CommitNeed:
-    """The time from the decision until packets may use the new circuits."""
+    """The time from the decision to change circuits until packets may use the new circuits, by part. `margin_s` is a
+    safety margin."""
 
     device_s: float  # from the command at the switch until the link is up
     route_s: float  # from the link until routes use it
@@ -89,8 +91,9 @@ class CommitNeed:
 
 
 def intersect(reports: Iterable[ReportedQuiet], now_s: float) -> Window | Hold:
-    """Return the window in which all ranks are quiet. It may begin in the future or have ended already. Return a Hold
-    if there are no reports or if a report cannot be used. In the second case, the Hold names the reporting host."""
+    """Return the window in which all ranks are quiet. The window may begin in the future or have ended already. Return
+    a Hold if there are no reports or if a report cannot be used. In the second case, the Hold names the reporting
+    host."""
     opened_s, until_s, limiting, risk = -inf, inf, "", 0.0
     for each in reports:
         if each.clock is None:
@@ -113,8 +116,9 @@ def may_commit(
     """Decide whether circuits may change now.
 
     `boundary` states whether the stage is at a point where circuits may change: between two deployments (Gen), or
-    before an announced weight sync begins. Train ignores `boundary`. If `window` is None, no rank sends until the
-    circuits are reported ready, which never applies to Train."""
+    before an announced weight sync begins. It is ignored for Train. A `window` of None means that no rank sends until
+    the circuits are reported ready, which never applies to Train.
+    """
     if stage is not Stage.TRAIN and not boundary:
         when = "between two deployments" if stage is Stage.GEN else "once the broadcast is announced, before it begins"
         return Hold(NO_BOUNDARY, f"{stage.value}: circuits change only {when}")
@@ -138,8 +142,8 @@ def may_commit(
 
 
 def common_quiet(ranks: Iterable[Sequence[Interval]]) -> list[Interval]:
-    """Return the intervals in which all ranks are quiet, given the busy intervals of each rank, which may overlap and
-    be in any order. Only the time in which all ranks are recorded counts: from the first to the last busy interval."""
+    """Return the intervals in which all ranks are quiet, given the busy intervals of each rank. The busy intervals may
+    overlap and be in any order. A rank is considered quiet only between its first and its last busy interval."""
     busy: list[Interval] = []
     for each in ranks:
         busy += [*each, (-inf, min(start_s for start_s, _ in each)), (max(end_s for _, end_s in each), inf)]
@@ -158,7 +162,8 @@ def _ms(value_s: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SwitchTimes:
-    """The measured times of one commit at one switch."""
+    """The measured times of one commit at one switch: until the command is at the switch, then until the link is up,
+    then until routes use the link."""
 
     switch: OcsId
     control_s: float
@@ -172,8 +177,8 @@ class SwitchTimes:
 
 @dataclass(slots=True)
 class CommitTimes:
-    """The expected times of commits, from measurements. `stated_s` has the delay of each switch according to its data
-    sheet. `route_s` is the time assumed for routes until there are measurements."""
+    """Estimates the times of commits from measurements. `stated_s` contains the delay of each switch according to its
+    data sheet. `route_s` is the time assumed for routes until there are measurements."""
 
     stated_s: Mapping[OcsId, float]
     route_s: float = ROUTE_S
@@ -181,8 +186,7 @@ class CommitTimes:
     _unfit: Counter[OcsId] = field(default_factory=Counter)  # periods without a fitting window since the last commit
 
     def measured(self, took: SwitchTimes) -> None:
-        """Record the times of one commit: until the command is at the switch, the link is up, and routes use the
-        link."""
+        """Record the measured times of one commit at one switch. Raises ValueError if a time is negative or NaN."""
         for part, value_s in took.parts.items():
             if not value_s >= 0:
                 raise ValueError(f"{part} of a commit on {took.switch} must be >= 0, got {value_s}")
@@ -192,16 +196,16 @@ class CommitTimes:
     def unfit(self, switches: Iterable[OcsId]) -> None:
         """Record that no window was as long as these switches need. Without correction, a single slow measurement could
         prevent all later commits, and thus all later measurements. While there are few measurements, each call
-        therefore lowers the expected time, but never below the fastest measurement or the default for unmeasured
-        switches."""
+        therefore lowers the expected time of each switch. The time never falls below the fastest measurement or the
+        default for unmeasured switches."""
         self._unfit.update(set(switches))
 
     def samples(self, switch: OcsId) -> int:
         return len(self._measured.get((switch, "device_s"), ()))
 
     def need(self, switches: Iterable[OcsId], margin_s: float) -> CommitNeed:
-        """Return the expected times of changing all these switches concurrently. Each part takes as long as on the
-        slowest switch."""
+        """Return the expected time of changing circuits on all these switches concurrently. Each part of the time is
+        that of the slowest switch."""
         slowest = dict.fromkeys(("device_s", "route_s", "control_s"), 0.0)
         for switch in set(switches):
             stated_s = self.stated_s.get(switch, 0.0) * DEVICE_FACTOR + LINK_UP_S

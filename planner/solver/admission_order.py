@@ -1,4 +1,4 @@
-"""Order the requests of an instance that cannot all run at once, so that few iterations are needed.
+"""Order the requests of an instance for admission if they cannot all run at once, so that few iterations are needed.
 
 Admission is strictly first come, first served.
 
@@ -20,9 +20,10 @@ ENOUGH = 1.001  # sufficient ratio of the iterations to their lower bound
 
 
 def admit(remaining: Sequence[int], footprint: Sequence[int], capacity: int, slots: int) -> float:
-    """Return the number of iterations until the last request ends; inf if a request does not fit alone.
+    """Return the number of iterations until the last request ends; inf if a request does not fit even alone.
 
-    Requests are admitted first come, first served.
+    Requests are admitted first come, first served. `footprint` and `capacity` are in KV tokens. At most `slots`
+    requests run at once.
     """
     if max(footprint) > capacity:
         return math.inf
@@ -42,7 +43,7 @@ def admit_onwards(
 ) -> int:
     """Return the iteration at which the last of all running and waiting requests ends.
 
-    `running` has (end iteration, footprint) of each running request; `remaining` and `footprint` describe the waiting
+    `running` lists (end iteration, footprint) of each running request; `remaining` and `footprint` describe the waiting
     requests. `so_far` contains the current iteration, the number of free tokens, and the latest end of all requests
     that have begun.
     """
@@ -61,7 +62,7 @@ def admit_onwards(
 
 
 def least(remaining: Sequence[int], footprint: Sequence[int], capacity: int, slots: int) -> int:
-    """Return a lower bound of the number of iterations in any order of admission."""
+    """Return a lower bound on the number of iterations for any order of admission."""
     area = sum(map(int.__mul__, remaining, footprint))
     return max(max(remaining), -(-area // capacity), -(-sum(remaining) // slots))
 
@@ -69,7 +70,8 @@ def least(remaining: Sequence[int], footprint: Sequence[int], capacity: int, slo
 def without_blocking(
     remaining: Sequence[int], footprint: Sequence[int], capacity: int, slots: int
 ) -> tuple[list[int], list[int]]:
-    """Return a schedule without blocking: request indices in starting order, and the end iteration of each request.
+    """Return a schedule without blocking: request indices in starting order, and the end iteration of each of these
+    requests.
 
     The first waiting request that fits starts as soon as it fits. Each request must fit alone.
     """

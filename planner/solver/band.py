@@ -1,5 +1,5 @@
-"""Measure and reduce the violation of equation 2: each instance's KV footprint over its capacity should lie in
-mu ± delta."""
+"""Measure and reduce the violation of equation 2 of the paper. By this equation, the ratio of each instance's KV
+footprint to its KV capacity should lie in the band mu ± delta."""
 
 import numpy as np
 
@@ -11,7 +11,8 @@ PARTNERS = 4  # instances tried as partner of the worst one
 
 
 def violation(columns: ProblemColumns, placement: FleetPlacement) -> float:
-    """Return by how much the worst instance lies outside the band; 0 if the problem has no band."""
+    """Return the largest distance of an instance from the band; 0 if all instances are in the band or the problem has
+    none."""
     if columns.problem.kv_balance is None or not len(placement.fleet):
         return 0.0
     return max(0.0, float(_Band(columns, placement, 0.0).misses().max()))
@@ -43,14 +44,14 @@ class _Band(InstanceLoads):
         self.finish_s = placement.finish_s.copy()
 
     def misses(self) -> Floats:
-        """Return the distance of each instance from the band; negative inside the band."""
+        """Return the distance of each instance from the band. The distance is negative inside the band."""
         missed: Floats = np.abs(self.held / self.capacity - self.mu) - self.delta
         return missed
 
     def mend(self) -> bool:
         """Move one request so that source and destination both violate the band less than the worst instance did.
 
-        Return False if there is no such move.
+        Return False if no such move is found.
         """
         missed = self.misses()
         worst = int(missed.argmax())

@@ -1,10 +1,10 @@
-"""Calculate a proven lower bound of the makespan, under the cost model of evaluate.py.
+"""Calculate a proven lower bound on the makespan, under the cost model of evaluate.py.
 
 An instance of configuration y with longest request L that ends by T has `T - switch - alpha * L` seconds for the work
-of its requests. A request i of at most L takes at least the share `work(i) / (T - switch - alpha * r(i))` of this time,
-and the same share of the instance's GPUs. If the cheapest shares of all requests add up to more GPUs than exist, T
-cannot be met. This is the dual of the linear program over (configuration, longest request) in closed form, so no solver
-is needed. If a T is refused in this way, no choice of instances can finish by T.
+of its requests. A request i no longer than L takes at least the share `work(i) / (T - switch - alpha * r(i))` of this
+time, where r(i) is its length, and the same share of the instance's GPUs. If the cheapest shares of all requests add up
+to more GPUs than exist, T cannot be met. This is the dual of the linear program over (configuration, longest request)
+in closed form, so no solver is needed. If T is refused in this way, no choice of instances can finish by T.
 """
 
 import math
@@ -52,7 +52,8 @@ def highest_refused(refused: Callable[[float], bool], low_s: float, high_s: floa
 
 
 class InstanceOption:
-    """The costs of the requests on one kind of instance: a configuration, new or kept."""
+    """The costs of the requests on one kind of instance. The kind is a configuration, together with whether the
+    instance is new or kept."""
 
     def __init__(self, configuration: int, price: float, alpha_s: float, switch_s: float, cost_s: Floats) -> None:
         self.configuration = configuration
@@ -97,7 +98,8 @@ def options_of(columns: ProblemColumns, requests: Ints) -> list[InstanceOption]:
 
 
 def least_move_s(columns: ProblemColumns, configuration: int, requests: Ints) -> Floats:
-    """Return the minimum seconds for moving each request to another instance of the configuration, in any node."""
+    """Return the minimum time, in seconds, for moving each request to another instance of the configuration, in any
+    node."""
     least_s: Floats = columns.moved_s[configuration, requests]
     running = np.flatnonzero(columns.source[requests] >= 0)
     if len(running) and columns.gpus[configuration] <= columns.problem.per_node:
@@ -108,19 +110,19 @@ def least_move_s(columns: ProblemColumns, configuration: int, requests: Ints) ->
 
 
 def _unit(columns: ProblemColumns) -> int:
-    """Return the size of a unit of GPUs: the greatest common divisor of the instance sizes inside a node."""
+    """Return the number of GPUs in a unit: the greatest common divisor of the sizes of instances that fit in a node."""
     small = columns.gpus[(columns.placeable > 0) & (columns.gpus <= columns.problem.per_node)]
     return int(np.gcd.reduce(small)) if len(small) else columns.problem.per_node
 
 
 def price(columns: ProblemColumns, configuration: int) -> float:
-    """Return the number of GPU units that an instance takes."""
+    """Return the number of GPU units that an instance of the configuration takes."""
     gpus, per_node, unit = int(columns.gpus[configuration]), columns.problem.per_node, _unit(columns)
     return gpus / unit if gpus <= per_node else gpus / per_node * (per_node // unit)
 
 
 def units(columns: ProblemColumns) -> int:
-    """Return the number of GPU units that the nodes provide."""
+    """Return the number of GPU units that all nodes provide."""
     nodes, rest = divmod(columns.problem.gpus_count, columns.problem.per_node)
     unit = _unit(columns)
     return nodes * (columns.problem.per_node // unit) + rest // unit
@@ -130,9 +132,9 @@ def room_shares(columns: ProblemColumns, configuration: int, requests: Ints) -> 
     """Return arrays with each request's share of the KV room. The shares of requests that run at once sum to at most 1.
 
     The first array is footprint over capacity. The second is the result of a dual feasible function (Fekete and
-    Schepers 2001). Such a function may, for example, assign all of the room to a request that is larger than half of
-    it. The function with the largest total is chosen. The second array is omitted if its total is not larger than that
-    of the first.
+    Schepers 2001). A function of this kind may, for example, assign all of the room to a request that is larger than
+    half of it. The function with the largest total, weighted by remaining tokens, is chosen. The second array is
+    omitted if its total is not clearly larger than that of the first.
     """
     capacity = int(columns.capacity[configuration])
     footprint = columns.footprint[requests]

@@ -28,7 +28,7 @@ class UnusableFleet(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CandidateFleet:
-    """A fleet with its requests, which are indices into the problem's requests."""
+    """A fleet with its requests. Requests are given by their indices in the problem."""
 
     name: str
     instances: tuple[CurrentInstance, ...]
@@ -38,7 +38,7 @@ class CandidateFleet:
     starts: Indices  # [instance + 1], where each instance's requests begin
     migration_s: Seconds  # [instance]
     switch_s: Seconds  # [instance]
-    moved: Indices  # requests that change engine, running ones first
+    moved: Indices  # requests that change engine, running requests first
 
     @property
     def configurations(self) -> list[ConfigurationId]:
@@ -59,7 +59,7 @@ class CandidateFleet:
 def candidate(
     name: str, fleet: LiveFleet, instances: Sequence[CurrentInstance], requests: Indices, at: Indices
 ) -> CandidateFleet:
-    """Return a candidate in which each of `requests` is on the instance at index `at`.
+    """Return a candidate in which the request `requests[k]` is on the instance `instances[at[k]]`.
 
     `requests` are all requests of the problem, in order of admission on each instance. Current instances keep their
     engine's own limits. Requests that cannot move stay where they are. Raises UnusableFleet if the engine of such a
@@ -96,7 +96,7 @@ def solved(name: str, fleet: LiveFleet, solution: Solution) -> CandidateFleet:
 
 
 def as_it_stands(fleet: LiveFleet) -> CandidateFleet:
-    """Return the current fleet with every request where it is, running requests before waiting requests.
+    """Return the current fleet with every request on its current engine, running requests before waiting requests.
 
     Requests without an engine are placed on the engine with the fewest requests.
     """
@@ -125,7 +125,7 @@ def longest(problem: MakespanProblem) -> Indices:
 def rebalanced(fleet: LiveFleet, order: Indices) -> CandidateFleet:
     """Return the current engines with requests placed in `order`, each on the engine that finishes it first.
 
-    The cost of moving the request is included, so that most requests stay where they are.
+    The cost of moving the request is included, so most requests stay where they are.
     """
     requests, limits = fleet.problem.requests, fleet.limits
     remaining, context = requests.remaining_tokens[order], requests.context_tokens[order]
@@ -185,16 +185,16 @@ def longest_first(
 def _dealt(
     name: str, fleet: LiveFleet, instances: Sequence[CurrentInstance], order: Indices, places: Sequence[int]
 ) -> CandidateFleet:
-    """Return a candidate in which the requests in `order` are on the instances `places`. Instances admit running
-    requests first."""
+    """Return a candidate in which the request `order[k]` is on the instance `instances[places[k]]`. Instances admit
+    running requests first."""
     running_first = np.argsort(fleet.problem.requests.state[order] != RUNNING, kind="stable")
     at = np.array(places, dtype=np.int64)
     return candidate(name, fleet, instances, order[running_first], at[running_first])
 
 
 def homogeneous(problem: MakespanProblem, configuration: Configuration) -> tuple[CurrentInstance, ...]:
-    """Return as many instances of one configuration as fit. Instances of that configuration that already run are
-    included."""
+    """Return as many instances of one configuration as fit on the GPUs. They include the instances of that
+    configuration that already run."""
     kept = [instance for instance in problem.current if instance.configuration == configuration.id]
     used = {gpu for instance in kept for gpu in instance.gpus}
     taken = {instance.id for instance in problem.current}
@@ -228,9 +228,9 @@ def moves_of(problem: MakespanProblem, fleet: CandidateFleet) -> tuple[PlannedMo
 def added_s(
     beta_s: float | Seconds, gamma_s: float | Seconds, context: NDArray[np.int64], remaining: NDArray[np.int64]
 ) -> Seconds:
-    """Return the seconds that each request adds to its instance, without its share of alpha.
+    """Return the time, in seconds, that each request adds to its instance, without its share of alpha.
 
-    The seconds do not depend on the other requests of the instance.
+    The time does not depend on the other requests of the instance.
     """
     tokens = remaining.astype(np.float64)
     result: Seconds = tokens * (beta_s + gamma_s * (context + (tokens - 1.0) * 0.5))
@@ -267,7 +267,7 @@ def _moves(
 ) -> tuple[Seconds, Indices]:
     """Return the move cost of each request of `order`, in seconds, and the requests that change engine.
 
-    If several requests move to an instance by the same method, they arrive together, so only the first pays the fixed
+    If several requests move to an instance by the same method, they arrive together, so only one of them pays the fixed
     part.
     """
     source = problem.requests.instance[order]
@@ -287,7 +287,8 @@ def _moves(
 def _move_s(
     problem: MakespanProblem, instances: Sequence[CurrentInstance], requests: Indices, to: Indices
 ) -> tuple[Seconds, Seconds]:
-    """Return the seconds for moving each request to its instance `to`, by transfer and by recomputation."""
+    """Return the time, in seconds, for moving each request to its instance `to`, first by transfer, then by
+    recomputation."""
     context = problem.requests.context_tokens[requests].astype(np.float64)
     source = problem.requests.instance[requests]
     known = {configuration.id: configuration.prefill_tokens_per_s for configuration in problem.configurations}

@@ -1,4 +1,4 @@
-"""Choose the placement with the fewest changes from the placements with about the best makespan.
+"""Among the placements with about the best makespan, choose the one with the fewest changes.
 
 The number of moves is then reduced without making the makespan much longer. Requests of about equal length swap
 instances so that as many as possible stay where they are. Requests are also moved back if their original instance still
@@ -27,9 +27,11 @@ def chosen(
     static: Sequence[FleetPlacement],
     found: Sequence[FleetPlacement],
 ) -> FleetPlacement | None:
-    """Return the placement with the fewest changes from the placements with about the best makespan.
+    """Return, among the placements `found` with about the best makespan, the one with the fewest changes; None if
+    `found` is empty.
 
-    If the best placement violates equation 2, return the placement that violates it least.
+    If the best placement violates the KV balance (equation 2 of the paper), return the placement that violates it
+    least. If the best placement is not enough of an improvement over `current`, return it unchanged.
     """
     best = min(found, key=lambda placement: placement.makespan_s, default=None)
     epsilon_s = table.problem.epsilon_s
@@ -70,7 +72,10 @@ def chosen(
 def settled(
     columns: ProblemColumns, placement: FleetPlacement, limit_s: float, tries: int = len(WIDTHS)
 ) -> FleetPlacement:
-    """Return a placement with fewer moves that finishes by `limit_s`, or the given placement if none is found."""
+    """Return a placement with fewer moves that finishes by `limit_s`, or the given placement if none is found.
+
+    `tries` limits the number of `WIDTHS` that are tried.
+    """
     home = _home(columns, placement)
     at = placement.assigned()
     away = moves(columns, placement)
@@ -161,7 +166,7 @@ def _undone(columns: ProblemColumns, placement: FleetPlacement, home: Ints, limi
 
 
 def _running_sum(amount: Floats | Ints, group: Ints) -> Floats:
-    """Return the cumulative sums within each group; the members of a group are contiguous."""
+    """Return the cumulative sums of `amount` within each group. The members of a group must be contiguous."""
     if not len(amount):
         return np.zeros(0)
     total = np.cumsum(amount, dtype=np.float64)

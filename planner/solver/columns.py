@@ -1,4 +1,4 @@
-"""Convert a makespan problem into arrays: the costs of serving each request per configuration and of moving it."""
+"""Convert a makespan problem into arrays. These include the costs of serving and of moving each request."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ SEVERAL = -1  # node of an instance that spans several nodes
 
 @dataclass(frozen=True, slots=True)
 class ProblemColumns:
-    """A problem as arrays. Configurations are in the order of the problem, and requests are in input order."""
+    """A problem as arrays. Configurations and requests keep their order in the problem."""
 
     problem: MakespanProblem
     gpus: Ints  # [configuration]
@@ -46,13 +46,14 @@ class ProblemColumns:
         return fits
 
     def move_s(self, requests: Ints, configuration: int | Ints, node: int | Ints) -> Floats:
-        """Return the seconds for moving each request to a new instance in `node`; 0 for requests that are not
+        """Return the time, in seconds, for moving each request to a new instance in `node`; 0 for requests that are not
         running."""
         transfer_s, recompute_s = self.move_ways_s(requests, configuration, node)
         return np.where(self.source[requests] >= 0, np.minimum(transfer_s, recompute_s), 0.0)
 
     def move_ways_s(self, requests: Ints, configuration: int | Ints, node: int | Ints) -> tuple[Floats, Floats]:
-        """Return the seconds for moving each request to a new instance, by transfer and by recomputation."""
+        """Return the time, in seconds, for moving each request to a new instance in `node`, first by transfer, then by
+        recomputation."""
         source = np.maximum(self.source[requests], 0)
         context = self.problem.requests.context_tokens[requests].astype(np.float64)
         transfer = self.problem.transfer
@@ -102,7 +103,7 @@ def columns(problem: MakespanProblem) -> ProblemColumns:
 
 
 def most_instances(configuration: Configuration, gpus_count: int, per_node: int) -> int:
-    """Return the maximum number of instances of the configuration on the GPUs.
+    """Return the maximum number of instances of the configuration that fit on the GPUs.
 
     An instance of at most a node's GPUs stays inside one node; a larger instance takes whole nodes.
     """

@@ -2,8 +2,8 @@
 
 Every instance with a long request pays alpha for all its iterations, so long requests belong together. A block is as
 large as time and KV room allow. A block that leaves much time unused shares its instance with blocks of shorter
-requests, which are admitted when it ends. The configuration of each block is chosen as in a shortest-path search. The
-remaining distance is estimated by a lower bound of the GPUs that the later requests take.
+requests, which are admitted when the first block ends. The configuration of each block is chosen as in a shortest-path
+search. The remaining distance is estimated by a lower bound on the number of GPUs that the later requests take.
 """
 
 from bisect import bisect_right, insort
@@ -45,9 +45,9 @@ class RequestCutter:
     """Cuts the requests of one problem into blocks for given makespans."""
 
     def __init__(self, columns: ProblemColumns, every: int = 1) -> None:
-        """Prepare the cuts. If `every` is n > 1, only every n-th request and one n-th of the GPUs is used.
+        """Prepare the cuts. If `every` is n > 1, only every n-th request and one n-th of the GPUs are used.
 
-        The costs assume that every running request moves, even on kept instances.
+        The costs assume that every running request moves, even if its instance is kept.
         """
         order = columns.longest_first[every // 2 :: every]
         self.remaining = columns.remaining[order]
@@ -81,9 +81,9 @@ class RequestCutter:
                 )
 
     def cut(self, makespan_s: float, only: frozenset[int] | None = None) -> list[RequestCut] | None:
-        """Return cuts that finish by `makespan_s`, or None if there are too few GPUs.
+        """Return the cut of each instance so that all instances finish by `makespan_s`; None if there are too few GPUs.
 
-        If `only` is given, no other configurations are used.
+        If `only` is given, only these configurations are used.
         """
         options = [option for option in self._options if only is None or option.configuration in only]
         after = self._after(makespan_s, options)
@@ -124,7 +124,8 @@ class RequestCutter:
         return instances
 
     def _block(self, option: _Option, position: int, free_s: float) -> tuple[int, float]:
-        """Return the end position of the block that starts at `position`, and the seconds that it takes."""
+        """Return the end position of the block that starts at `position`, and the time, in seconds, that the block
+        takes. If no request fits, the end position is `position`."""
         alone_s = option.alpha_s * self._left[position]
         room_s = free_s - alone_s
         if room_s <= 0 or self._largest[position] > option.capacity:
@@ -136,7 +137,8 @@ class RequestCutter:
         return end, alone_s + option.spent[end] - before
 
     def _after(self, makespan_s: float, options: list[_Option]) -> list[float]:
-        """Return, for each position, the minimum number of GPU units for the requests from that position on."""
+        """Return, for each position, a lower bound on the number of GPU units for the requests from that position
+        on."""
         shares = np.full(len(self._left), np.inf)
         for option in options:
             room_s = makespan_s - option.switch_s - option.alpha_s * self.remaining

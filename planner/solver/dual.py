@@ -4,9 +4,9 @@ An instance that ends by T and whose longest request has L tokens meets three li
 time for L iterations. It leaves time for the iterations that their KV footprints require, which are the remaining
 tokens times the share of the room (see `room_shares`). It also leaves time for the iterations that the slots require,
 which are the remaining tokens over max_sequences. Any weights of these limits determine a price for each request's
-share of the instance, as in `bound`. The linear program, over configurations and classes of lengths, finds the weights
-that give the highest bound. The bound itself is computed from the requests, so it does not depend on the program's
-rounding or classes.
+share of the instance, as in `bound.py`. The linear program, over configurations and classes of lengths, finds the
+weights that give the highest bound. The bound itself is computed from the requests, so it does not depend on the
+program's rounding or classes.
 """
 
 import numpy as np
@@ -24,7 +24,7 @@ Weights = dict[tuple[int, int], tuple[float, ...]]  # (option, class) -> weight 
 
 
 class _Shares:
-    """The requests, shortest first, with their usage of each limit as a share of an instance."""
+    """The requests, shortest first, and how much each uses of every limit of an instance."""
 
     def __init__(self, columns: ProblemColumns, every: int) -> None:
         order = columns.longest_first[every // 2 :: every][::-1]
@@ -41,7 +41,7 @@ class _Shares:
     def refused(self, makespan_s: float, weights: Weights, edges: Floats) -> bool:
         """Return whether the requests need more than the available GPUs to finish by `makespan_s`.
 
-        Length class k contains the lengths up to `edges[k]`.
+        Length class k contains the lengths up to `edges[k]` that are in no earlier class.
         """
         ends = np.searchsorted(self.remaining, edges, side="right")
         starts = np.concatenate(([0], ends[:-1]))
@@ -124,7 +124,8 @@ def _highest(shares: _Shares, weights: Weights, edges: Floats, low_s: float, hig
 
 
 def _edges(remaining: Floats) -> Floats:
-    """Return the upper limits of length classes that generate about equal numbers of tokens."""
+    """Return the upper limits of length classes, chosen so that each class has about the same number of remaining
+    tokens."""
     share = np.cumsum(remaining) / remaining.sum()
     places = np.searchsorted(share, np.linspace(0, 1, CLASSES + 1)[1:])
     edges: Floats = np.unique(remaining[np.minimum(places, len(remaining) - 1)])
@@ -133,7 +134,8 @@ def _edges(remaining: Floats) -> Floats:
 
 
 def _weights(shares: _Shares, makespan_s: float, edges: Floats) -> Weights:
-    """Return the linear program's prices of the limits by option and class, as fractions of the instance's price."""
+    """Return the linear program's prices of the limits by option and class, as fractions of the instance's price. The
+    result is empty if the program cannot be solved."""
     from ortools.linear_solver import pywraplp  # imported here because it loads slowly and is rarely needed
 
     solver = pywraplp.Solver.CreateSolver("GLOP")

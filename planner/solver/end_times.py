@@ -1,7 +1,8 @@
-"""Calculate when the engines of a candidate fleet finish, over sampled lengths. Has no side effects.
+"""Calculate when the engines of a candidate fleet finish, for sampled output lengths. Has no side effects.
 
-Requests are admitted first come, first served, when a slot is free and the whole footprint fits. The engines'
-sequences of admissions and completions are independent, so many engines are advanced together in each step.
+Each engine admits its requests in order: the next request is admitted when a slot is free and its whole KV footprint
+fits. Engines admit and complete requests independently of each other, so many engines are advanced together in each
+step.
 """
 
 import numpy as np
@@ -25,11 +26,11 @@ def decode_s(
     *,
     roughly: bool = False,
 ) -> NDArray[np.float64]:
-    """Return the seconds until the last request of each instance ends, as an array indexed by sample and instance.
+    """Return the time in seconds until each instance's last request ends, as an array indexed by sample and instance.
 
-    `remaining_tokens` is indexed by sample and request. A request larger than the KV cache runs alone. If `roughly` is
-    True, instances whose requests do not fit at once are assumed to use all slots or all KV room throughout, which is
-    much faster to compute.
+    `context_tokens` is indexed by request, and `remaining_tokens` by sample and request. A request larger than the KV
+    cache runs alone. If `roughly` is True, instances whose requests do not fit at once are assumed to use all slots or
+    all KV room throughout, which is much faster to compute.
     """
     starts, order = fleet.starts, fleet.order
     filled = np.flatnonzero(np.diff(starts))
@@ -71,11 +72,12 @@ def ends_if_later_s(
     wait_s: float,
     correction: float,
 ) -> NDArray[np.float64]:
-    """Return, for each sample, the seconds until all requests end if `fleet` replaces the fleet `now` after `wait_s`.
+    """Return, for each sample, the time in seconds until all requests end if `fleet` replaces the fleet `now` after
+    `wait_s`.
 
-    Requests that end during `wait_s` do not move; the contexts of all other requests grow during that time. If all
-    requests end within `wait_s`, the result is `wait_s`. `remaining_tokens` is indexed by sample and request;
-    `correction` multiplies decoding times.
+    Requests that end during `wait_s` are not moved. The contexts of the other running requests grow during that time.
+    If all requests end within `wait_s`, the result is `wait_s`. `remaining_tokens` is indexed by sample and request,
+    and `correction` multiplies decoding times.
     """
     context_tokens = columns.context_tokens
     grown = np.zeros(len(context_tokens), dtype=np.int64)
@@ -100,8 +102,9 @@ def ends_if_later_s(
 def iterations(footprint: Ints, remaining: Ints, starts: Ints, slots: Ints, room: Ints) -> Ints:
     """Return, for each engine, the number of iterations until its last request ends.
 
-    `footprint` and `remaining` are indexed by request. Engine i has the requests at `starts[i]:starts[i + 1]`, at least
-    one, in order of admission. A footprint larger than `room` is treated as `room`.
+    `footprint` and `remaining` are token counts indexed by request. `slots` and `room` (KV tokens) are indexed by
+    engine. Engine i has the requests at `starts[i]:starts[i + 1]`, at least one, in order of admission. A footprint
+    larger than the engine's `room` is treated as equal to it.
     """
     sizes = np.diff(starts)
     at = np.repeat(np.arange(len(sizes)), sizes)
@@ -128,10 +131,11 @@ def iterations(footprint: Ints, remaining: Ints, starts: Ints, slots: Ints, room
 
 
 class _Walks:
-    """The state of the unfinished engines, one column per engine; rows [0, count) are the engine's running requests."""
+    """The state of the unfinished engines, with one column per engine. In each column, rows [0, count) are running
+    requests."""
 
     def __init__(self, footprint: Ints, remaining: Ints, engines: int, most: int) -> None:
-        """Create the state of `engines` engines, each with at most `most` running requests at first."""
+        """Create the state of `engines` engines, each with initially at most `most` running requests."""
         self._footprint, self._remaining = footprint, remaining  # [request]
         self._rows = 1 << most.bit_length()
         # [row, engine], end iteration times number of rows, plus row: the minimum gives the first end and its row.
@@ -164,8 +168,8 @@ class _Walks:
         return ended
 
     def _step(self, going: NDArray[np.bool_]) -> None:
-        """Start the next request of each unfinished engine that has room for it. An engine without room first ends one
-        running request."""
+        """Start the next request of each engine in the mask `going` that has a slot and KV room for it. An engine
+        without a slot or room first ends one running request."""
         needs = self._footprint[np.minimum(self.at, len(self._footprint) - 1)]
         full = np.flatnonzero(going & ((needs > self.free_tokens) | (self.count >= self.slots)))
         if len(full):
@@ -184,7 +188,8 @@ class _Walks:
         self.last[enters] = np.maximum(self.last[enters], ends)
 
     def _end_first(self, engines: Ints) -> None:
-        """End the running request of each engine that ends first, and move the last occupied row into its row."""
+        """End, on each of `engines`, the running request that ends first, and move the engine's last occupied row into
+        the freed row."""
         self._now[engines], row = np.divmod(self._ends.min(axis=0)[engines], self._rows)
         self.count[engines] -= 1
         rest = self.count[engines]
@@ -206,7 +211,7 @@ class _Walks:
             setattr(self, name, getattr(self, name)[engines])
 
     def _alone(self, place: int) -> int:
-        """Advance a single engine to its end, and return the iteration at which its last request ends."""
+        """Run the engine at index `place` by itself, and return the iteration at which its last request ends."""
         count, span = int(self.count[place]), slice(self.at[place], self.stop[place])
         ends = (self._ends[:count, place] // self._rows).tolist()
         return admit_onwards(

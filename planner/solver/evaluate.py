@@ -2,8 +2,8 @@
 
 The cost model is that of `orchestrrl plan solve`.
 
-In any order of admission, an instance takes alpha for each iteration plus the work of its requests. The order of
-admission only affects the number of iterations, and only if the requests do not all fit at once.
+For any order of admission, the decoding time of an instance is alpha for each iteration plus the work of its requests.
+The order of admission only affects the number of iterations, and only if the requests do not all fit at once.
 """
 
 from collections.abc import Iterable
@@ -33,7 +33,7 @@ class SolverFleet:
 
     @classmethod
     def of(cls, columns: ProblemColumns, kept: Iterable[int], new: Iterable[FleetSlot] = ()) -> "SolverFleet":
-        """Build a fleet of the current instances `kept` and of `new` ones.
+        """Build a fleet of the current instances with the indices `kept` and of the instances `new`.
 
         If a new instance has the configuration and the GPUs of a current instance, the current instance is kept
         instead.
@@ -75,17 +75,21 @@ class FleetPlacement:
         return self.order[self.starts[instance] : self.starts[instance + 1]]
 
     def assigned(self) -> Ints:
-        """Return the instance of each request."""
+        """Return the index of each request's instance, as an array indexed by request."""
         assigned = np.empty(len(self.order), dtype=np.int64)
         assigned[self.order] = np.repeat(np.arange(len(self.fleet)), np.diff(self.starts))
         return assigned
 
 
 class InstanceLoads:
-    """Totals over the requests of each instance, and its capacity; all arrays have one entry per instance."""
+    """The loads and the capacities of instances, as arrays with one entry per instance.
+
+    `here` is the number of an instance's requests, `held` is their KV footprint in tokens, and `longest` is the maximum
+    of their remaining tokens.
+    """
 
     def __init__(self, columns: ProblemColumns, fleet: SolverFleet, at: Ints) -> None:
-        """Compute the totals of each instance; `at` is the instance of each request."""
+        """Compute the load of each instance of `fleet`. `at` is the index of each request's instance."""
         self.here = np.bincount(at, minlength=len(fleet))
         self.held = np.bincount(at, weights=columns.footprint, minlength=len(fleet))
         self.longest = np.zeros(len(fleet), dtype=np.int64)
@@ -94,14 +98,14 @@ class InstanceLoads:
 
     @property
     def at_once(self) -> NDArray[np.bool_]:
-        """An array with True for each instance whose requests all fit at once."""
+        """An array that is True for each instance whose requests all fit at once."""
         at_once: NDArray[np.bool_] = (self.held <= self.capacity) & (self.here <= self.slots)
         return at_once
 
 
 def with_idle(columns: ProblemColumns, placement: FleetPlacement) -> FleetPlacement:
-    """Return the placement plus the idle current instances whose GPUs it does not need, because stopping them gains
-    nothing."""
+    """Return the placement plus the current instances that it does not use and whose GPUs it leaves free. Stopping
+    these instances would gain nothing."""
     fleet, current = placement.fleet, columns.problem.current
     taken = {gpu for gpus in fleet.gpus for gpu in gpus}
     idle = [index for index, instance in enumerate(current) if taken.isdisjoint(instance.gpus)]
@@ -127,8 +131,11 @@ def place(columns: ProblemColumns, fleet: SolverFleet, assigned: Ints, ranks: In
 
 
 def evaluate(columns: ProblemColumns, fleet: SolverFleet, order: Ints, starts: Ints) -> FleetPlacement:
-    """Return the placement with its times. New instances without requests are omitted, because they are never
-    started."""
+    """Return the placement of the requests on `fleet`, with the times of each instance.
+
+    Instance j has the requests `order[starts[j]:starts[j + 1]]`. New instances without requests are omitted, because
+    they are never started.
+    """
     used = (np.diff(starts) > 0) | (fleet.current >= 0)
     if not used.all():
         fleet = SolverFleet(
@@ -153,13 +160,14 @@ def evaluate(columns: ProblemColumns, fleet: SolverFleet, order: Ints, starts: I
 
 
 def _alpha_s(alpha_s: Floats, iterations: Floats) -> Floats:
-    """Return `alpha_s` times `iterations`; infinite for infinite iterations, even if alpha is 0."""
+    """Return `alpha_s` times `iterations`. The result is infinite for infinite iterations, even if `alpha_s` is 0."""
     with np.errstate(invalid="ignore"):
         return np.where(np.isfinite(iterations), alpha_s * iterations, np.inf)
 
 
 def moves_s(columns: ProblemColumns, fleet: SolverFleet, requests: Ints, at: Ints) -> Floats:
-    """Return the seconds for moving each request to its instance `at`; 0 if it stays or is not running."""
+    """Return the time in seconds to move each request to its instance `at`. The time is 0 for requests that stay or are
+    not running."""
     costs_s = np.zeros(len(requests))
     moving = np.flatnonzero((columns.source[requests] >= 0) & (columns.source[requests] != fleet.current[at]))
     if len(moving):
@@ -169,7 +177,7 @@ def moves_s(columns: ProblemColumns, fleet: SolverFleet, requests: Ints, at: Int
 
 
 def _iterations(columns: ProblemColumns, fleet: SolverFleet, order: Ints, starts: Ints, at: Ints) -> Floats:
-    """Return the number of iterations of each instance; infinite if a request does not fit its instance."""
+    """Return the number of iterations of each instance. It is infinite if a request does not fit on its instance."""
     footprint, remaining = columns.footprint[order], columns.remaining[order]
     counts = np.diff(starts)
     iterations = np.zeros(len(fleet))

@@ -55,7 +55,8 @@ class LiveFleet:
     notes: tuple[str, ...]
 
     def expecting(self, remaining_tokens: NDArray[np.int64]) -> "LiveFleet":
-        """Return a copy with the given estimate of the requests' lengths, which are initially all 1.
+        """Return a copy in which `remaining_tokens` are the estimated remaining lengths of the requests, which are
+        initially 1.
 
         An engine admits a request only if its full length fits, so lengths are limited to the largest KV cache.
         """
@@ -75,10 +76,10 @@ def live_fleet(
     transfer: KvTransferCost = NO_TRANSFER,
     work_budget: int | None = None,
 ) -> LiveFleet:
-    """Return the part of the fleet in `snapshot` that a plan decides on.
+    """Return the part of the fleet in `snapshot` that a plan can change.
 
     Engines that are gone, report invalid values, are draining or run an unknown configuration are excluded. Requests on
-    engines that are gone are treated as queued in their gateway.
+    engines that are gone or report invalid values are treated as queued in their gateway.
     """
     known = {configuration.id: configuration for configuration in configurations}
     draining = {engine.id for engine in snapshot.engines if engine.draining and engine.health in ANSWERING}
@@ -148,8 +149,8 @@ def _id_of(engine: EngineView) -> ConfigurationId:
 
 
 def _as_reported(configuration: Configuration, engines: Sequence[EngineView]) -> Configuration:
-    """Return the configuration with the median limits of its running engines. New engines are expected to have the same
-    limits."""
+    """Return the configuration with the median limits that its running engines report. New engines are expected to have
+    the same limits."""
     alike = [configuration.limited_as(e) for e in engines if e.configuration == configuration.id]
     if not alike:
         return configuration
@@ -167,10 +168,10 @@ def _gpus(
     gpus_count: int,
     per_node: int,
 ) -> tuple[dict[EngineId, tuple[GpuId, ...]], int, Hold | None]:
-    """Return the GPUs of each of `engines` and the number of GPUs, and a Hold if the GPUs must not be assigned to other
-    engines.
+    """Return the GPUs of each of `engines`, the total number of GPUs, and a Hold if the GPUs must not be assigned to
+    other engines.
 
-    For the estimate, free GPUs are assigned to engines that do not report their GPUs. The assignment is certain only if
+    Engines that do not report their GPUs are assumed to use free GPUs. This assumption is certain to be right only if
     there is one such engine and the number of free GPUs is exactly its size.
     """
     reported = {e.id: tuple(sorted(e.gpus)) for e in engines if len(set(e.gpus)) == known[_id_of(e)].gpus}
@@ -194,7 +195,8 @@ def _gpus(
 
 
 def _lost(all_engines: Sequence[EngineView], of: Mapping[EngineId, Sequence[GpuId]], count: int) -> Hold | None:
-    """Return a Hold if engines that are not part of the plan may still use GPUs that seem free; otherwise None."""
+    """Return a Hold if engines that are not part of the plan may still use GPUs that seem free. Otherwise, return
+    None."""
     free = set(range(count)) - {gpu for gpus in of.values() for gpu in gpus}
     others = [engine for engine in all_engines if engine.id not in of]
     lost = [engine.id for engine in others if free & set(engine.gpus)]
@@ -217,7 +219,8 @@ def _unknown(why: str) -> Hold:
 def _dealt(
     engines: Sequence[EngineView], known: Mapping[ConfigurationId, Configuration], taken: Collection[int], per_node: int
 ) -> dict[EngineId, tuple[GpuId, ...]]:
-    """Assign free GPUs to the engines, larger engines first, each inside one node or on whole nodes."""
+    """Return free GPUs for each engine, inside one node or, for an engine larger than a node, on consecutive nodes.
+    Larger engines are served first."""
     used = set(taken)
     dealt = {}
     for engine in sorted(engines, key=lambda e: (-known[_id_of(e)].gpus, e.id)):

@@ -10,10 +10,11 @@ from planner.solver.evaluate import SolverFleet
 
 
 def lay_out(columns: ProblemColumns, kept: Iterable[int], new: Sequence[int]) -> SolverFleet | None:
-    """Return a fleet of the current instances `kept` and of new instances of the configurations `new`.
+    """Return a fleet of the current instances `kept` and one new instance of each configuration in `new`.
 
-    The largest instance is placed first. Each instance is placed on the node that has the fewest free GPUs among the
-    nodes with enough free GPUs. Return None if the new instances do not fit.
+    The largest instances are placed first. An instance larger than a node takes whole free nodes. Any other instance is
+    placed on the node that has the fewest free GPUs among the nodes with enough free GPUs. Return None if the new
+    instances do not fit.
     """
     problem = columns.problem
     kept = sorted(kept)
@@ -39,7 +40,7 @@ def lay_out(columns: ProblemColumns, kept: Iterable[int], new: Sequence[int]) ->
 def in_a_row(columns: ProblemColumns, kept: Iterable[int], configuration: int, most: int) -> SolverFleet:
     """Return a fleet of the current instances `kept` and at most `most` new instances of one configuration.
 
-    New instances take the lowest free GPUs.
+    New instances take the free GPUs with the lowest numbers.
     """
     problem = columns.problem
     kept = sorted(kept)
@@ -49,7 +50,7 @@ def in_a_row(columns: ProblemColumns, kept: Iterable[int], configuration: int, m
 
 
 def free_groups(gpus_count: int, per_node: int, taken: AbstractSet[GpuId], size: int) -> Iterator[tuple[GpuId, ...]]:
-    """Yield groups of `size` free GPUs, the lowest first, each inside one node or on consecutive free nodes."""
+    """Yield groups of `size` free GPUs, the lowest numbers first, each inside one node or on consecutive free nodes."""
     whole: list[int] = []  # GPUs of consecutive free nodes, for an instance that is larger than a node
     for first in range(0, gpus_count, per_node):
         free = [gpu for gpu in range(first, min(first + per_node, gpus_count)) if gpu not in taken]

@@ -1,8 +1,8 @@
 """Select the layouts that a planner chooses from, biased by the phase of the step. Has no side effects.
 
-This implements the second and third heuristics of the paper (section 4.1). TP stays inside a node or takes whole nodes.
-AFD uses only ratios of attention to FFN GPUs that keep both sides busy. Engines have few GPUs while batches are large,
-and many GPUs in the tail.
+The module implements the second and third heuristics of the paper (section 4.1). TP stays inside a node or takes whole
+nodes. AFD uses only ratios of attention to FFN GPUs that keep both sides busy. Engines have few GPUs while batches are
+large, and many GPUs in the tail.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def phase_of(sequences: float, gpus_count: int) -> StepPhase:
 
 
 def layouts(model: Model, gpus_count: int, per_node: int) -> list[Parallelism]:
-    """Return the layouts to consider in any phase: TP and, for models with experts, EP, EP with DP, and AFD."""
+    """Return the layouts to consider in any phase: TP and, for models with experts, TP with EP, DP with EP, and AFD."""
     sizes = _sizes(per_node, gpus_count)
     split_heads = [size for size in sizes if model.q_heads % size == 0]  # sizes that divide the attention heads
     found = [Parallelism(tp=size) for size in split_heads]
@@ -68,10 +68,10 @@ def candidates(
     phase: StepPhase | None = None,
     precision: Precision | None = None,
 ) -> list[EngineProfile]:
-    """Return the profiles of the layouts that fit. If a `phase` is given, return only the profiles close to the best
-    layout of that phase.
+    """Return the profiles of the layouts that fit on the GPUs. If a `phase` is given, return only the profiles whose
+    cost in that phase is close to the lowest.
 
-    Only the best AFD ratios are kept. The narrowest layout that fits is kept in every phase, because a fleet may need
+    Only the best AFD ratios are kept. The layout with the fewest GPUs is kept in every phase, because a fleet may need
     it for its remaining GPUs.
     """
     profiles = []
@@ -88,7 +88,10 @@ def candidates(
 
 
 def biased(profiles: Sequence[EngineProfile], phase: StepPhase) -> list[EngineProfile]:
-    """Return the profiles whose cost in the phase is at most BIAS times the lowest, in the order of `profiles`."""
+    """Return the profiles whose cost in the phase is at most BIAS times the lowest, in the order of `profiles`.
+
+    The profile with the fewest GPUs is always included.
+    """
     if not profiles:
         return []
     cost = bulk_cost if phase is StepPhase.BULK else tail_cost
@@ -98,7 +101,8 @@ def biased(profiles: Sequence[EngineProfile], phase: StepPhase) -> list[EnginePr
 
 
 def bulk_cost(profile: EngineProfile) -> float:
-    """Return the GPU-seconds per token with large batches, limited by the KV cache."""
+    """Return the GPU time per token with large batches, in GPU-seconds. The KV cache and `max_sequences` limit the
+    batches."""
     gpus = profile.parallelism.gpus
     room = max(1.0, profile.kv_capacity_tokens / JUDGED_CONTEXT_TOKENS)
     sequences = min(JUDGED_SEQUENCES_PER_GPU * gpus, room, profile.max_sequences)
@@ -106,7 +110,7 @@ def bulk_cost(profile: EngineProfile) -> float:
 
 
 def tail_cost(profile: EngineProfile) -> float:
-    """Return the seconds per token of a sequence in the tail of a step, when few long sequences run."""
+    """Return the time per token of a sequence, in seconds, in the tail of a step, when few long sequences run."""
     return profile.step.at(TAIL_SEQUENCES, TAIL_SEQUENCES * JUDGED_CONTEXT_TOKENS)
 
 

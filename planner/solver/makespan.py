@@ -41,8 +41,8 @@ _never = np.errstate(over="ignore", divide="ignore", invalid="ignore")
 def solve(problem: MakespanProblem, stop: Callable[[], bool] = lambda: False) -> Solution:
     """Return the best fleet and placement found, with its makespan and a proven lower bound.
 
-    `stop` is polled during the search. When it returns True, the best result so far is returned, which is then not
-    reproducible. Raises Infeasible if a request fits on no configuration that can be placed.
+    `stop` is polled during the search. When it returns True, the best result found so far is returned. This result is
+    not reproducible. Raises Infeasible if a request fits on no configuration that can be placed.
     """
     table = columns(problem)
     current = as_placed(table) if problem.current else None
@@ -67,7 +67,8 @@ def _soonest_s(found: Sequence[FleetPlacement], otherwise_s: float = math.inf) -
 
 
 def _raised_s(table: ProblemColumns, bound_s: float, high_s: float) -> float:
-    """Return a tighter bound if `high_s`, the best makespan found, is not close to `bound_s`; otherwise `bound_s`."""
+    """Return a lower bound of at least `bound_s`. It is raised only if `high_s`, the best makespan found, is not close
+    to `bound_s` and the work budget is sufficient."""
     budget = table.problem.work_budget
     if not np.isfinite(high_s) or high_s <= bound_s * (1 + CLOSE) or (budget is not None and budget < PROOF):
         return bound_s
@@ -85,7 +86,10 @@ def _readmitted(table: ProblemColumns, candidates: Sequence[FleetPlacement], bou
 def _searched(
     table: ProblemColumns, candidates: Sequence[FleetPlacement], bound_s: float, stop: Callable[[], bool]
 ) -> list[FleetPlacement]:
-    """Return the results of a local search over the best candidates and all possible fleets."""
+    """Return the results of a local search over the best candidates and all possible fleets.
+
+    The list is empty if a candidate is already close to `bound_s`, or if there are no requests or no budget.
+    """
     budget = table.problem.work_budget
     work = SearchBudget(SMALL_WORK if budget is None else budget)
     starts = sorted((each for each in candidates if np.isfinite(each.makespan_s)), key=lambda each: each.makespan_s)
@@ -96,14 +100,16 @@ def _searched(
 
 @_never
 def lower_bound(problem: MakespanProblem) -> float:
-    """Return a lower bound of the makespan in seconds. Raises Infeasible if a request fits on no configuration."""
+    """Return a lower bound of the makespan in seconds. Raises Infeasible if a request fits on no configuration that can
+    be placed."""
     return _lower_bound_s(columns(problem))
 
 
 def as_placed(table: ProblemColumns) -> FleetPlacement:
     """Return the placement of the current fleet.
 
-    Each instance admits its running, then its waiting requests; new requests are assigned round robin.
+    Each instance admits its running requests before its waiting requests. New requests are assigned round robin and
+    admitted last.
     """
     requests = table.problem.requests
     assigned = requests.instance.astype(np.int64)
@@ -122,8 +128,8 @@ def _packed(table: ProblemColumns, bound_s: float, high_s: float) -> list[FleetP
 
 
 def _homogeneous(table: ProblemColumns) -> list[FleetPlacement]:
-    """Return static fleets of one configuration each. Requests are placed longest first, each on the least loaded
-    instance."""
+    """Return placements on static fleets of one configuration each. Requests are placed longest first, each on the
+    least loaded instance."""
     found: list[FleetPlacement] = []
     for index in range(len(table.problem.configurations)):
         fleets = _fleets_of(table, index)
@@ -134,8 +140,11 @@ def _homogeneous(table: ProblemColumns) -> list[FleetPlacement]:
 
 
 def _spread(table: ProblemColumns, below_s: float) -> list[FleetPlacement]:
-    """Return static fleets filled by the measures of load that `_homogeneous` does not use, if any of them may end
-    before `below_s`."""
+    """Return placements on static fleets, made with the measures of load and orders of requests that `_homogeneous`
+    does not use.
+
+    Configurations that cannot finish before `below_s` are omitted.
+    """
     kinds = [kind for kind in np.flatnonzero(table.placeable).tolist() if table.count and table.fits(kind).all()]
     least = {kind: least_s(table, kind, int(table.placeable[kind])) for kind in kinds}
     kinds = sorted((kind for kind in kinds if least[kind] < below_s), key=least.__getitem__)
@@ -152,7 +161,8 @@ def _spread(table: ProblemColumns, below_s: float) -> list[FleetPlacement]:
 
 
 def _fleets_of(table: ProblemColumns, configuration: int) -> list[SolverFleet]:
-    """Return fleets with as many instances of a configuration as fit: all new, or in addition to running instances."""
+    """Return fleets with as many instances of a configuration as fit. One fleet ignores the running instances. If
+    instances of the configuration are running, another fleet keeps them and adds new instances."""
     count = min(int(table.placeable[configuration]), max(1, table.count))
     if not count:
         return []
@@ -227,8 +237,8 @@ def _instances(table: ProblemColumns, placement: FleetPlacement) -> tuple[Placed
 
 
 def _names(table: ProblemColumns, placement: FleetPlacement) -> list[EngineId]:
-    """Return the instances' ids. Kept instances keep their ids; new instances get a unique name with their lowest
-    GPU."""
+    """Return the instances' ids. Kept instances keep their ids. New instances get a unique name with the number of
+    their lowest GPU."""
     taken = {instance.id for instance in table.problem.current}
     names: list[EngineId] = []
     for current, gpus in zip(placement.fleet.current.tolist(), placement.fleet.gpus, strict=True):

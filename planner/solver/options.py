@@ -1,8 +1,8 @@
 """Build the fleets that a plan chooses from, each with its expected duration. Has no side effects.
 
-Lengths of answers are unknown when requests are placed. Every family of fleets is therefore built with several length
-estimates (the expected length, a long one, one sample), and every candidate is evaluated on all samples. A fleet built
-for requests that only might be long performs badly in this evaluation.
+Output lengths are unknown when requests are placed. Every family of fleets is therefore built with several length
+estimates (the expected length, a long one, one sample), and every candidate is evaluated on all samples. A fleet that
+is only good if particular requests are long performs badly in this evaluation.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -64,7 +64,8 @@ class FleetOption:
 class FleetOptions:
     """All fleets that were considered for a plan.
 
-    `bound_s` is a lower bound of the mean makespan of any fleet and placement, even with the exact lengths of a sample.
+    `bound_s` is a lower bound of the mean makespan of any fleet and placement, even if the lengths were known in
+    advance.
     """
 
     current: FleetOption | None
@@ -74,7 +75,7 @@ class FleetOptions:
 
 
 class _Member(NamedTuple):
-    """A fleet of one family, with a rough estimate of the seconds until all its requests end."""
+    """A fleet of one family, with a rough estimate of the time in seconds until all its requests end."""
 
     screened_s: float
     estimate: int  # index of the length estimate that it was built with
@@ -91,7 +92,8 @@ class _Family(NamedTuple):
 
 
 class _Weigher:
-    """Evaluates all candidates on the same samples. `correction` multiplies decoding times, but not costs."""
+    """Evaluates all candidates on the same samples. `correction` multiplies decoding times, but not the costs of moving
+    requests and changing engines."""
 
     def __init__(self, columns_context: NDArray[np.int64], lengths: SampledLengths, correction: float) -> None:
         self._context = columns_context
@@ -104,7 +106,8 @@ class _Weigher:
         return float((ends_s + fleet.migration_s + fleet.switch_s).max(axis=1, initial=0.0).mean())
 
     def tried(self, name: str, configuration: ConfigurationId | None, tries: Sequence[Try]) -> _Family:
-        """Return the family of the members that `tries` build. A try raises UnusableFleet or Infeasible if it fails."""
+        """Return the family of the fleets that `tries` build. A try that raises UnusableFleet or Infeasible contributes
+        no fleet."""
         members, why = list[_Member](), ""
         for estimate, attempt in enumerate(tries):
             try:
@@ -142,7 +145,8 @@ class _Weigher:
         )
 
     def with_later(self, option: FleetOption, current: FleetOption, fleet: LiveFleet, wait_s: float) -> FleetOption:
-        """Return the option with its `later_s`: the mean makespan if the engines change after `wait_s`."""
+        """Return the option with `later_s` set: the mean makespan, in seconds, if the engines change after `wait_s` in
+        the samples in which the change is faster."""
         ends_s = ends_if_later_s(
             option.fleet, current.fleet, fleet.problem.requests, self._lengths.samples, wait_s, self._correction
         )
@@ -161,7 +165,8 @@ def consider(
     """Build and evaluate all families of fleets.
 
     If `only` is given, fleets that change engines use only that configuration. `wait_s` is the time until the next
-    plan; 0 means that there is no next plan. If `only_as_deployed` is True, no engine is changed.
+    plan; 0 means that there is no next plan. If `only_as_deployed` is True, no fleet changes engines. `correction`
+    multiplies decoding times.
     """
     weigher = _Weigher(fleet.problem.requests.context_tokens, lengths, correction)
     estimated = [fleet.expecting(tokens) for tokens in _estimates(lengths)]
@@ -199,8 +204,8 @@ def _estimates(lengths: SampledLengths) -> list[NDArray[np.int64]]:
 def _dealt(
     estimated: Sequence[LiveFleet], only: ConfigurationId | None, only_as_deployed: bool
 ) -> Iterator[tuple[str, ConfigurationId | None, Sequence[Try]]]:
-    """Yield families built without the solver: name, configuration (None if several), and one try per length
-    estimate."""
+    """Yield the families that are built without the solver. Each has a name, a configuration (None if there are
+    several), and one try per length estimate."""
     problem = estimated[0].problem
     ordered = [(fleet, longest(fleet.problem)) for fleet in estimated]
     if problem.current:
@@ -213,11 +218,12 @@ def _dealt(
 
 
 def _for_the_solver(estimated: Sequence[LiveFleet], dealt: _Member | None, correction: float) -> Sequence[LiveFleet]:
-    """Return the fleets to solve, one per length estimate.
+    """Return the fleets to solve, one per length estimate that is used.
 
-    With few requests, all estimates are used. Otherwise only the estimate of the best `dealt` fleet is used, with the
-    configurations that are efficient for at least one request. With any estimate, the solver either improves slightly
-    on that fleet or packs requests that may not be long after all. The other estimates therefore add little.
+    With few requests, all estimates are used. Otherwise only the estimate of `dealt` is used, the best fleet built
+    without the solver, and only the configurations that are efficient for at least one request. With any estimate, the
+    solver either improves slightly on the `dealt` fleet or packs requests together that may turn out to be short. The
+    other estimates therefore add little.
     """
     if len(estimated) == 1 or dealt is None or len(estimated[0].requests) <= SOLVED_BY_ALL:
         return estimated
@@ -234,10 +240,11 @@ def _unless_found_out(mixed: _Family, dealt: _Member | None) -> _Family:
 
 
 def _narrowed(problem: MakespanProblem, within_s: float) -> MakespanProblem:
-    """Return the problem without configurations on which every request takes far more GPU time than on another.
+    """Return the problem without configurations on which every request takes far more GPU time than on another
+    configuration.
 
-    The GPU time of a request is its share of an instance until `within_s`, as in the solver's lower bound. Deployed
-    configurations are always kept.
+    The GPU time of a request is its share of an instance that ends by `within_s`, as in the solver's lower bound.
+    Deployed configurations are always kept.
     """
     requests = problem.requests
     context, remaining = requests.context_tokens, requests.remaining_tokens

@@ -1,4 +1,5 @@
-"""Build packed fleets: find the earliest makespan at which the requests can be cut, and place the cuts on GPUs."""
+"""Build packed fleets: find the shortest makespan for which the requests can be cut into blocks for instances, and
+place the instances on GPUs."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -16,10 +17,11 @@ GAIN = 0.996  # ratio of makespans at which fewer configurations are preferred
 
 
 def soonest_cut(columns: ProblemColumns, low_s: float, high_s: float) -> list[RequestCut] | None:
-    """Return the cuts with the earliest makespan found between `low_s` and `high_s`, or None if none is found.
+    """Return the cuts, one per instance, with the shortest makespan found between `low_s` and `high_s`, or None if none
+    is found.
 
-    Subsets of the configurations are tried as well, because the configuration is chosen block by block, which sometimes
-    gives a better result with fewer configurations.
+    Subsets of the configurations are tried as well. The configuration of each block of requests is chosen in turn, so
+    that fewer configurations sometimes give a better result.
     """
     whole = RequestCutter(columns)
     every = min(columns.count // SAMPLE, columns.problem.gpus_count // LEAST_GPUS)
@@ -47,9 +49,11 @@ def _subsets(placeable: list[int]) -> list[frozenset[int]]:
 def _bisect(
     cutter: RequestCutter, trial_s: float, high_s: float, step: float, only: frozenset[int] | None, rounds: int
 ) -> tuple[float, list[RequestCut]] | None:
-    """Return the earliest feasible makespan found and its cuts.
+    """Return the shortest feasible makespan found and its cuts, or None if no makespan up to `high_s` is found to be
+    feasible.
 
     The search starts at `trial_s`, moves up or down in growing steps until it brackets the result, and then bisects.
+    `step` is the first relative step. Only the configurations in `only` are used, unless it is None.
     """
     low_s, best_s, first_s = 0.0, high_s, trial_s
     best: list[RequestCut] | None = None
@@ -79,7 +83,7 @@ def _bisect(
 
 def packed(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> FleetPlacement | None:
     """Return the cuts as a placement that keeps current instances where possible. Return None if the new instances do
-    not fit."""
+    not fit on the GPUs."""
     to = match(columns, cuts, _kept(columns, cuts))
     kept = {instance: place for place, instance in enumerate(to) if instance >= 0}
     fresh = [place for place in range(len(cuts)) if to[place] < 0]
@@ -93,9 +97,9 @@ def packed(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> FleetPlacemen
 
 
 def match(columns: ProblemColumns, cuts: Sequence[RequestCut], kept: Sequence[int]) -> list[int]:
-    """Return, for each cut, the current instance of `kept` that serves it, or -1.
+    """Return, for each cut, the current instance of `kept` that serves it, or -1 if a new instance serves it.
 
-    Pairs of cut and instance are matched in descending order of the seconds saved by not moving requests.
+    Pairs of cut and instance are matched in descending order of the time saved by not moving requests.
     """
     to = [-1] * len(cuts)
     if not kept:
@@ -128,7 +132,7 @@ def match(columns: ProblemColumns, cuts: Sequence[RequestCut], kept: Sequence[in
 
 
 def _cut_of_requests(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> Ints:
-    """Return the index of each request's cut."""
+    """Return, for each request, the index of the cut that contains it."""
     blocks = sorted((first, end, place) for place, cut in enumerate(cuts) for first, end in cut.blocks)
     places = np.array([place for _, _, place in blocks], dtype=np.int64)
     cut_of = np.empty(columns.count, dtype=np.int64)
@@ -137,7 +141,8 @@ def _cut_of_requests(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> Int
 
 
 def _kept(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> list[int]:
-    """Return the current instances to keep: for each configuration, at most as many as its cuts for kept instances."""
+    """Return the current instances to keep. Each configuration keeps at most as many instances as it has cuts for kept
+    ones."""
     wanted = np.bincount([cut.configuration for cut in cuts if cut.kept], minlength=len(columns.gpus))
     kept: list[int] = []
     for configuration in np.flatnonzero(wanted).tolist():

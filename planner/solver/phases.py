@@ -2,12 +2,12 @@
 evaluate. Has no side effects.
 
 This is the third heuristic of the paper (section 4.1): a bias that follows the phase of the step. A nonlinear curve is
-approximated by a line that is accurate on average over the batch sizes expected in the rest of the step. They are large
-while there are many requests, and small in the tail. The cost of spilling KV to CPU memory is included for batches that
-exceed the GPUs' KV capacity.
+approximated by a line that is accurate on average over the batch sizes expected in the rest of the step. These are
+large while there are many requests, and small in the tail. The cost of spilling KV to CPU memory is included for
+batches that exceed the GPUs' KV capacity.
 
-Choosing fleets by such lines is almost as good as by the curves, even for mixture-of-experts models, whose curves bend:
-tests/planner/solver/test_lines_decide.py compares both.
+Fleets chosen by these lines are almost as good as fleets chosen by the curves, even for mixture-of-experts models,
+whose curves bend. tests/planner/solver/test_lines_decide.py compares both.
 """
 
 from collections.abc import Collection, Sequence
@@ -27,7 +27,8 @@ SPREAD = 0.05
 
 
 def iterations_ahead(remaining_tokens: ArrayLike, instances: int, most: int) -> NDArray[np.float64]:
-    """Return the number of decode iterations at each batch size, for an engine with an even share of the requests.
+    """Return the number of decode iterations at each batch size, for the busiest of `instances` engines that share the
+    requests evenly.
 
     The index of the array is the batch size minus 1. At most `most` requests are decoded at once; further requests wait
     and are decoded in batches of `most`.
@@ -42,7 +43,7 @@ def iterations_ahead(remaining_tokens: ArrayLike, instances: int, most: int) -> 
 
 
 def line_over(curve: Curve, iterations: NDArray[np.float64]) -> tuple[float, float]:
-    """Return intercept and slope, both >= 0, of the line that fits the curve best.
+    """Return the intercept and the slope, both >= 0, of the line that fits the curve best.
 
     Batch sizes are weighted by `iterations` (see `iterations_ahead`), so that the total duration is accurate. A share
     SPREAD of the weight is distributed over all batch sizes, in inverse proportion to their size.
@@ -62,10 +63,11 @@ def line_over(curve: Curve, iterations: NDArray[np.float64]) -> tuple[float, flo
 
 
 def line_ahead(profile: EngineProfile, remaining_tokens: ArrayLike, context: float, gpus_count: int) -> Configuration:
-    """Return the profile as a configuration whose step time is a line fitted to the batch sizes ahead.
+    """Return the profile as a configuration whose step time is a line, fitted to the batch sizes in the rest of the
+    step.
 
-    Requests with these `remaining_tokens` and a mean of `context` tokens are spread evenly over as many engines as the
-    GPUs hold. If there are no requests, the line is that of `EngineProfile.configuration`.
+    Requests with these `remaining_tokens` and a mean of `context` tokens are spread evenly over as many engines as fit
+    on the GPUs. If there are no requests, the line is that of `EngineProfile.configuration`.
     """
     remaining = np.asarray(remaining_tokens, dtype=float)
     if not len(remaining) or not remaining.sum() > 0:
@@ -82,7 +84,8 @@ def line_ahead(profile: EngineProfile, remaining_tokens: ArrayLike, context: flo
 
 
 def with_spill(profile: EngineProfile, held_tokens: float) -> Curve:
-    """Return the profile's base step time plus the cost of KV spilled beyond its capacity.
+    """Return the profile's base step time by batch size, plus the cost of the KV that exceeds its capacity and is
+    spilled.
 
     Each sequence is assumed to hold `held_tokens`.
     """

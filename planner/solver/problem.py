@@ -1,6 +1,6 @@
 """The types of the makespan problem and of its solution, which `makespan.solve` computes.
 
-Requests are stored as columns, because there may be hundreds of thousands.
+Requests are stored as columns, because a problem may have hundreds of thousands of them.
 """
 
 from dataclasses import KW_ONLY, dataclass
@@ -21,11 +21,11 @@ RUNNING, WAITING, NEW = 0, 1, 2  # values of Requests.state
 
 @dataclass(frozen=True, slots=True)
 class KvTransferCost:
-    """The cost of moving a request in seconds, by KV transfer over per-GPU links or by recomputing its context.
+    """The cost, in seconds, of moving a request by KV transfer over per-GPU links or by recomputing its context.
 
-    An engine receives or recomputes one context after the other. The fixed costs do not stop the engine's decoding.
-    They are paid once for all requests that arrive together by one method. A rate of 0 means that there is no such
-    link.
+    An engine receives or recomputes one context after the other. The fixed costs are paid once for all requests that
+    arrive together by the same method, and do not stop the engine's decoding. A rate of 0 means that the link does not
+    exist.
     """
 
     inter_node_gbps_per_gpu: float
@@ -40,16 +40,17 @@ class KvTransferCost:
     def recompute_s(
         self, context_tokens: NDArray[np.float64], tokens_per_s: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """Return the seconds to recompute each context at the given prefill rates, without the fixed part."""
+        """Return the time in seconds to recompute each context at the given prefill rates, without the fixed cost."""
         rebuilt = context_tokens if self.rebuilt_tokens is None else self.rebuilt_tokens.over(context_tokens)
         return rebuilt / tokens_per_s
 
     def transfer_s(
         self, context_tokens: NDArray[np.float64], gpus: NDArray[np.int64], inside: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
-        """Return the seconds to transfer each context over the links of `gpus` GPUs, inside a node or between two.
+        """Return the time in seconds to transfer each context over the links of `gpus` GPUs, without the fixed cost.
 
-        The result is infinite if there is no link. The arguments are broadcast.
+        `inside` is True for transfers inside a node. The result is infinite if there is no link. The arguments are
+        broadcast.
         """
         rate_gbps = gpus * np.where(inside, self.intra_node_gbps_per_gpu, self.inter_node_gbps_per_gpu)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -60,7 +61,7 @@ class KvTransferCost:
 
 @dataclass(frozen=True, slots=True)
 class CurrentInstance:
-    """An engine: a configuration on a set of GPUs."""
+    """A current engine, which runs a configuration on a set of GPUs."""
 
     id: EngineId
     configuration: ConfigurationId
@@ -80,7 +81,8 @@ class ProblemRequests:
 
 @dataclass(frozen=True, slots=True)
 class KvBalance:
-    """The soft constraint of equation 2: each instance's KV footprint over its capacity should lie in mu ± delta."""
+    """The soft constraint of equation 2 of the paper: the ratio of KV footprint to capacity on each instance should be
+    within mu ± delta."""
 
     mu: float
     delta: float
@@ -118,7 +120,7 @@ class PlacedInstance:
 
 
 class Migration(NamedTuple):
-    """A running request that changes instance."""
+    """A running request that moves to another instance."""
 
     request: int  # index
     source: EngineId
@@ -129,7 +131,8 @@ class Migration(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """The solver's result. If there is a current fleet, the decision is `keep` unless a change gains over epsilon."""
+    """The solver's result. If there is a current fleet, the decision is `keep` unless a change shortens the makespan by
+    more than the problem's `epsilon_s`."""
 
     decision: str  # reconfigure | rebalance | keep
     reason: str
@@ -142,15 +145,16 @@ class Solution:
 
     @property
     def gap(self) -> float | None:
-        """The relative gap between the makespan and its lower bound; None if no bound is proven."""
+        """The relative gap between the makespan and its lower bound, or None if the proven bound is 0 and the makespan
+        is not."""
         if self.makespan_s <= self.lower_bound_s:
             return 0.0
         return self.makespan_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else None
 
 
 class Infeasible(ValueError):
-    """Raised if no fleet can serve the requests. `limit` names the exceeded limit: `needed` is more than
-    `available`."""
+    """Raised if no fleet can serve the requests. `limit` describes the exceeded limit, `needed` is the required amount,
+    and `available` is the smaller amount that exists."""
 
     def __init__(self, limit: str, needed: float, available: float, unit: str) -> None:
         super().__init__(f"{limit}: {needed:g} {unit} needed, {available:g} available")

@@ -23,7 +23,7 @@ ALL_ORDERS = 6  # number of requests up to which every order of admission is tri
 
 @dataclass(slots=True)
 class SearchBudget:
-    """The remaining budget of a search. The unit is one evaluation of a placement of a single request."""
+    """The remaining budget of a search. The unit is the evaluation of one request on one instance."""
 
     left: int
 
@@ -44,7 +44,8 @@ class AdmissionOrders:
         self._known: dict[tuple[int, tuple[int, ...]], tuple[float, tuple[int, ...]]] = {}
 
     def best(self, configuration: int, requests: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
-        """Return the fewest iterations found and the order that needs them. `requests` must be sorted longest first."""
+        """Return the fewest iterations found, and the order of admission that needs them. `requests` must be sorted
+        longest first."""
         key = (configuration, requests)
         known = self._known.get(key)
         if known is None:
@@ -88,7 +89,10 @@ class AdmissionOrders:
 
 @dataclass(slots=True)
 class _Load:
-    """Totals over the requests of one instance."""
+    """Totals over the requests of one instance.
+
+    `tokens` is the sum of the remaining tokens, `longest` is their maximum, and `room` is the KV footprint in tokens.
+    """
 
     count: int = 0
     longest: int = 0
@@ -132,7 +136,7 @@ class PlacementSearch:
     # --- one instance
 
     def time_s(self, instance: int, requests: list[int]) -> float:
-        """Return the seconds until the instance has served `requests`, which are sorted longest first."""
+        """Return the time in seconds until the instance has served `requests`, which must be sorted longest first."""
         if not requests:
             return 0.0
         costs, rooms = self.cost_s[instance], self.orders.footprint
@@ -150,7 +154,7 @@ class PlacementSearch:
         return [*requests[:at], request, *requests[at:]]
 
     def copy(self) -> "PlacementSearch":
-        """Return an independent copy of the placement, with shared caches and budget."""
+        """Return a copy whose placement is independent and whose caches and budget are shared."""
         other = copy.copy(self)
         other.held, other.finish_s = list(self.held), list(self.finish_s)
         return other
@@ -168,7 +172,7 @@ class PlacementSearch:
         """Place all requests, longest first, each on the instance that finishes earliest with it.
 
         If `until_s` is given, each request is placed on the instance on which it takes the fewest GPU-seconds, among
-        the instances that then finish by `until_s`. Return False without changes if a request cannot be placed.
+        the instances that then finish by `until_s`. If a request cannot be placed, return False and change nothing.
         """
         count = len(self.configuration)
         held: list[list[int]] = [[] for _ in range(count)]
@@ -203,10 +207,10 @@ class PlacementSearch:
         return True
 
     def _quick_s(self, instance: int, load: _Load, so_far_s: float, request: int) -> float:
-        """Return the time at which the instance finishes if `request` is added to it.
+        """Return the time in seconds at which the instance finishes if `request` is added to it.
 
-        `request` must not be longer than the requests of `load`. If the requests do not all run at once, the result is
-        a lower bound.
+        `load` has the totals of the requests already on the instance, which then finishes at `so_far_s`. None of them
+        may be shorter than `request`. If the requests do not all run at once, the result is a lower bound.
         """
         room, left = self.orders.footprint[request], self.orders.remaining[request]
         capacity, slots = self.capacity[instance], self.slots[instance]
@@ -228,7 +232,8 @@ class PlacementSearch:
         return max(self.finish_s, default=0.0)
 
     def improve(self) -> None:
-        """Move requests until no move from the instance that finishes last helps, or the budget is spent."""
+        """Move requests away from the instance that finishes last until no move shortens the makespan or the budget is
+        spent."""
         while self.work.left > 0 and self._relocate():
             pass
 
@@ -268,7 +273,11 @@ class PlacementSearch:
             self.finish_s[instance] = self.time_s(instance, self.held[instance])
 
     def shake(self, rounds: int, seed: int = 0, enough_s: float = 0.0) -> None:
-        """Make random moves out of a local optimum, each followed by `improve`; undo moves that worsen the result."""
+        """Try to leave local optima by groups of random moves, each followed by `improve`.
+
+        A group of moves that lengthens the makespan is undone. The search ends after `rounds` groups, when the budget
+        is spent, or at a makespan of at most `enough_s`.
+        """
         rng = random.Random(seed)
         count = len(self.finish_s)
         for _ in range(rounds if count > 1 else 0):

@@ -30,7 +30,10 @@ def is_small(columns: ProblemColumns) -> bool:
 def best_of_all(
     columns: ProblemColumns, starts: list[FleetPlacement], bound_s: float, work: SearchBudget, stop: Callable[[], bool]
 ) -> list[FleetPlacement]:
-    """Return the best placements found by enumeration and by improving `starts`."""
+    """Return the best placements found by enumerating fleets and by improving `starts`.
+
+    The search ends when `stop` returns True, when `work` is spent, or when the best makespan is close to `bound_s`.
+    """
     orders = AdmissionOrders(columns, work)
     least = work.left // 2
     closely = [_taken(columns, start, orders) for start in starts]
@@ -61,8 +64,8 @@ def _taken(columns: ProblemColumns, start: FleetPlacement, orders: AdmissionOrde
 
 
 def _promising(columns: ProblemColumns, orders: AdmissionOrders) -> list[SolverFleet]:
-    """Return the fleets of the most promising combinations of instance kinds. To compare the combinations, one fleet of
-    each is filled with requests."""
+    """Return the fleets of the most promising combinations of instance kinds. A kind is a configuration, new or kept.
+    To compare the combinations, one fleet of each is filled with requests."""
     alike: dict[tuple[tuple[int, bool], ...], list[SolverFleet]] = {}
     for fleet in fleets(columns, MOST_FLEETS):
         kinds = zip(fleet.configuration.tolist(), (fleet.current >= 0).tolist(), strict=True)
@@ -89,7 +92,8 @@ def _promising(columns: ProblemColumns, orders: AdmissionOrders) -> list[SolverF
 def _filled(
     columns: ProblemColumns, fleet: SolverFleet, orders: AdmissionOrders, bound_s: float
 ) -> list[PlacementSearch]:
-    """Return up to two placements on the fleet: one filled evenly, and one with long requests packed together if found.
+    """Return up to two placements on the fleet: one filled evenly and, if found, one with long requests packed
+    together.
 
     The list is empty if the fleet cannot serve all requests.
     """
@@ -149,8 +153,8 @@ class _Walk:
     def _nodes(self, node: int, parts: list[Part], taken: set[GpuId], chosen: dict[int, int]) -> Iterator[list[Part]]:
         """Yield all fleets that extend `parts` with instances on `node` and later nodes.
 
-        Idle nodes of one size are equivalent. `chosen` has the option used for the last node of each size, so that only
-        ascending combinations are enumerated.
+        Idle nodes of equal size are equivalent, so only ascending combinations of their options are enumerated. For
+        this, `chosen` maps each size to the option of the last idle node of that size.
         """
         if node == len(self.nodes):
             yield parts
@@ -181,7 +185,8 @@ class _Walk:
                 yield from self._nodes(node + 1, [*parts, (configuration, -1, part)], taken | set(part), chosen)
 
     def _options(self, gpus: tuple[int, ...], mine: tuple[Part, ...]) -> list[list[Part]]:
-        """Return the combinations of kept and new instances that a node may hold."""
+        """Return the combinations of kept and new instances that fit on a node. `mine` are the node's current
+        instances."""
         options = []
         for kept in self._kept(mine):
             dropped = {part[0] for part in mine if part not in kept}
@@ -197,8 +202,8 @@ class _Walk:
         return options
 
     def _kept(self, mine: tuple[Part, ...]) -> Iterator[tuple[Part, ...]]:
-        """Yield sets of instances to keep. If there are at most ANY_KEPT instances, all subsets are yielded.
-        Otherwise, each set contains, per configuration, only the instances that are the most expensive to leave."""
+        """Yield sets of instances to keep. If there are at most ANY_KEPT instances, all subsets are yielded. Otherwise,
+        each set contains, per configuration, only the instances whose requests are the most expensive to move."""
         if len(mine) <= ANY_KEPT:
             for size in range(len(mine), -1, -1):
                 yield from combinations(mine, size)

@@ -1,4 +1,5 @@
-"""Place requests, longest first, on the least loaded instance: for static fleets and as a start for searches."""
+"""Place requests, longest first, on the least loaded instance. The results are used for static fleets and as starting
+points of searches."""
 
 from collections.abc import Sequence
 from heapq import heapreplace
@@ -12,9 +13,9 @@ USUAL = 3  # usual measures of load: work, tokens, requests
 
 
 def loads(columns: ProblemColumns, configuration: int) -> list[tuple[Floats, bool]]:
-    """Return several measures of the load of each request, each with a flag. The usual measures are last.
+    """Return several measures of the load that each request adds, each with a flag. The usual measures are last.
 
-    The flag states whether the first (longest) request of an instance adds alpha for its iterations.
+    The flag is True if the first (longest) request of an instance also adds alpha for each of its iterations.
     """
     work_s, alpha_s = columns.work_s[configuration], columns.alpha_s[configuration]
     share = np.maximum(columns.footprint / columns.capacity[configuration], 1 / columns.slots[configuration])
@@ -24,7 +25,7 @@ def loads(columns: ProblemColumns, configuration: int) -> list[tuple[Floats, boo
 
 
 def least_s(columns: ProblemColumns, configuration: int, instances: int) -> float:
-    """Return a lower bound of the seconds for any distribution of the requests over equal instances."""
+    """Return a lower bound of the makespan, in seconds, for any distribution of the requests over equal instances."""
     instances = min(instances, max(1, columns.count))
     remaining = columns.remaining.astype(np.float64)
     iterations = max(
@@ -36,7 +37,8 @@ def least_s(columns: ProblemColumns, configuration: int, instances: int) -> floa
 
 
 def orders(columns: ProblemColumns) -> list[Ints]:
-    """Return the orders to try: longest first, with equal lengths in input order or in the order of their ids."""
+    """Return the orders of requests to try. All are longest first. Requests of equal length are in input order and, if
+    that differs and there are not too many requests, also in the order of their ids."""
     ids = columns.problem.requests.ids
     if columns.count > 4 * MANY or len(np.unique(columns.remaining)) == columns.count:
         return [columns.longest_first]
@@ -48,7 +50,7 @@ def orders(columns: ProblemColumns) -> list[Ints]:
 def least_loaded(columns: ProblemColumns, configuration: int, instances: int, load: Floats, first: bool) -> Ints:
     """Place requests, longest first, on the least loaded of equal instances; return the instance of each request.
 
-    If there are many requests, they are placed in rounds.
+    `load` and `first` are a measure and its flag from `loads`. If there are many requests, they are placed in rounds.
     """
     if columns.count > MANY:
         return _in_rounds(columns, configuration, instances, load, first)
@@ -60,7 +62,7 @@ def one_by_one(
 ) -> Ints:
     """Place requests in `order` on the least loaded of equal instances; return the instance of each request.
 
-    The lowest index breaks ties.
+    `load` and `first` are a measure and its flag from `loads`. The lowest index breaks ties.
     """
     assigned = np.empty(len(order), dtype=np.int64)
     if not first and len(load) and (load == load[0]).all() and load[0] > 0:
@@ -75,8 +77,8 @@ def one_by_one(
 def onto_least_loaded(instances: int, loads: Sequence[float], alone: Sequence[float]) -> list[int]:
     """Place requests in the given order on the least loaded of equal instances; return the instance of each request.
 
-    The lowest index breaks ties. The first request of an instance is its longest and adds its `alone` (the seconds of
-    its iterations) to its load.
+    The lowest index breaks ties. The first request of an instance is its longest. In addition to its load, it adds its
+    entry in `alone`, which is the time of its iterations in seconds.
     """
     heap = [(0.0, place) for place in range(instances)]
     empty = [True] * instances

@@ -1,7 +1,7 @@
-"""Improve placements whose instances admit requests in several waves, because KV room or slots are short.
+"""Improve placements whose instances admit requests in several waves, because KV room or slots are scarce.
 
-Better orders of admission are tried, and requests move from the instance that finishes last to the instances that
-finish first. Only the instance that finishes last is considered, because it determines the makespan.
+Better orders of admission are tried on the instance that finishes last, and requests move from it to the instances that
+finish first. Only this instance is improved, because it determines the makespan.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,10 @@ def sooner(
     columns: ProblemColumns, candidates: Sequence[FleetPlacement], enough_s: float, work: SearchBudget
 ) -> list[FleetPlacement]:
     """Return the most promising candidates that admit requests in waves, after improving their admission orders and
-    loads."""
+    loads.
+
+    The improvement ends at a makespan of at most `enough_s`, or when `work` is spent.
+    """
     soonest_s = min((each.makespan_s for each in candidates), default=np.inf)
     promising: dict[tuple[int, float], tuple[float, FleetPlacement]] = {}
     for each in candidates:
@@ -55,7 +58,8 @@ def sooner(
 
 
 def _at_best_s(columns: ProblemColumns, placement: FleetPlacement, loads: InstanceLoads) -> float:
-    """Return the makespan of the placement if each instance took only its minimum number of iterations."""
+    """Return the makespan that the placement would have if each instance needed only the minimum number of
+    iterations."""
     kinds, order, count = placement.fleet.configuration, placement.order, len(placement.fleet)
     at, remaining = placement.assigned()[order], columns.remaining[order]
     tokens = np.bincount(at, weights=remaining, minlength=count)
@@ -94,14 +98,14 @@ class Waves:
         return max(self.finish_s, default=0.0)
 
     def reorder(self, enough_s: float) -> None:
-        """Try admission orders on the instance that finishes last, until the makespan is `enough_s` or no order is
-        left."""
+        """Try admission orders on the instance that finishes last, until the makespan is at most `enough_s`, no order
+        is left, or the budget is spent."""
         while self.work.left > 0 and self.makespan_s > enough_s and self._reordered(self._last()):
             pass
 
     def level(self, enough_s: float) -> None:
-        """Try orders and moves on the instance that finishes last, until the makespan is `enough_s` or nothing
-        helps."""
+        """Try orders and moves on the instance that finishes last, until the makespan is at most `enough_s`, no order
+        or move helps, or the budget is spent."""
         while self.work.left > 0 and self.makespan_s > enough_s:
             last = self._last()
             if not self._reordered(last) and not self._relieved(last):
@@ -118,7 +122,7 @@ class Waves:
     # --- one instance
 
     def _costs_s(self, instance: int, requests: Ints) -> Floats:
-        """Return the seconds that each request adds to the instance by its work and its move."""
+        """Return the time in seconds that each request adds to the instance by its work and its move."""
         configuration = int(self.fleet.configuration[instance])
         moved_s = moves_s(self.columns, self.fleet, requests, np.full(len(requests), instance))
         costs_s: Floats = self.columns.work_s[configuration, requests] + moved_s
@@ -138,7 +142,7 @@ class Waves:
         return sorted(order, key=lambda each: (-self.remaining[each], each))
 
     def _reordered(self, instance: int) -> bool:
-        """Try one more order on the instance; return False if no order is worth a try."""
+        """Try one more order of admission on the instance; return False if no further order is worth trying."""
         if self._done[instance] or not self.order[instance]:
             return False
         order = self._longest_first(self.order[instance])
@@ -163,8 +167,8 @@ class Waves:
         self.finish_s[instance] = fixed_s + self.alpha_s[instance] * iterations
 
     def _quickest(self, instance: int, requests: Sequence[int], limit: float) -> tuple[float, list[int]]:
-        """Return the best order found for `requests`, with its iterations, after a few tries to reach `limit`
-        iterations."""
+        """Return the fewest iterations found for `requests`, and the order that needs them. A few orders are tried,
+        until one needs at most `limit` iterations."""
         if not requests:
             return 0.0, []
         order = self._longest_first(requests)
@@ -183,7 +187,8 @@ class Waves:
     # --- two instances
 
     def _relieved(self, last: int) -> bool:
-        """Move one request away from the instance that finishes last; return False if no move shortens the makespan."""
+        """Move one request away from `last`, the instance that finishes last; return False if no move that is tried
+        shortens the makespan."""
         by_end = sorted(range(len(self.finish_s)), key=self.finish_s.__getitem__)
         for other in by_end[:TO]:
             if other == last or self.finish_s[other] >= self.finish_s[last] * (1 - STEP):
@@ -196,8 +201,8 @@ class Waves:
         return False
 
     def _fitting(self, last: int, other: int) -> list[tuple[int, float]]:
-        """Return the requests whose move closes about half of the gap between the two instances, with their costs at
-        the destination."""
+        """Return the requests on `last` that would delay `other` by about half of the gap between the two finish times.
+        Each is returned with its cost on `other` in seconds."""
         held = np.array([each for each in self.order[last] if self.footprint[each] <= self.capacity[other]], np.int64)
         if not len(held):
             return []
@@ -211,7 +216,8 @@ class Waves:
         return list(zip(held[near].tolist(), costs_s[near].tolist(), strict=True))
 
     def _moved(self, request: int, cost_s: float, source: int, destination: int) -> bool:
-        """Move the request if both instances then finish earlier than the source did; return whether it was moved.
+        """Move the request if both instances then finish earlier than the source did before; return whether it was
+        moved.
 
         `cost_s` is the time that the request's work and move take at the destination.
         """

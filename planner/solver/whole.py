@@ -1,11 +1,12 @@
-"""Tighten the lower bound for small numbers of GPUs, by allowing only whole instances.
+"""Tighten the lower bound of the makespan for small numbers of GPUs, by allowing only whole instances.
 
 Give each request a weight. An instance that ends by T and whose longest request has L tokens serves requests of at most
-L tokens, whose work leaves time for L iterations. The maximum weight that it can serve is a fractional knapsack, filled
-by weight per second. Sort the instances of a placement by descending L. All requests longer than the L of an instance
-are served by the instances before it. Therefore, the more these instances serve, the smaller L may be, and the more the
-instance itself can serve. The maximum weight that u GPUs serve is found by dynamic programming over the last instance.
-If it is less than the weight of all requests, T cannot be met. This holds for any weights; some give higher bounds.
+L tokens, and their work leaves time for L iterations. The maximum weight that it can serve is found by filling a
+fractional knapsack in order of weight per second. Sort the instances of a placement by descending L. All requests
+longer than the L of an instance are served by the instances before it. Therefore, the more weight the earlier instances
+serve, the smaller L may be, and the more weight the instance itself can serve. The maximum weight that u GPUs serve is
+found by dynamic programming over the last instance. If it is less than the weight of all requests, T cannot be met.
+This holds for any weights, but some weights give higher bounds than others.
 """
 
 from bisect import bisect_right
@@ -25,7 +26,7 @@ STEP = 0.002  # first relative increase of a bound
 
 
 def raised_s(columns: ProblemColumns, bound_s: float, high_s: float, tight: bool) -> float:
-    """Return a lower bound of at least `bound_s`. `high_s` is the makespan of the best known placement.
+    """Return a lower bound of the makespan, at least `bound_s`. `high_s` is the makespan of the best known placement.
 
     `tight` states whether KV room or slots limit the number of requests that run at once.
     """
@@ -46,8 +47,8 @@ def raised_s(columns: ProblemColumns, bound_s: float, high_s: float, tight: bool
 
 
 def _weights(columns: ProblemColumns, tight: bool) -> Iterator[Floats]:
-    """Yield arrays of request weights: the share of an instance that each request uses, by configuration and
-    measure."""
+    """Yield arrays of request weights, one for each configuration and measure. A weight is the instance time, in
+    seconds, that the request uses by that measure."""
     kinds = np.flatnonzero(columns.placeable).tolist()
     for kind in kinds:
         yield columns.work_s[kind]
@@ -60,7 +61,7 @@ def _weights(columns: ProblemColumns, tight: bool) -> Iterator[Floats]:
 
 
 class _Stairs:
-    """The weighted requests, longest first, prepared for checking whether they can end by a given makespan."""
+    """The weighted requests, longest first, prepared for checking whether they can all end within a given makespan."""
 
     def __init__(self, columns: ProblemColumns, weights: Floats) -> None:
         order = columns.longest_first
@@ -105,8 +106,8 @@ class _Stairs:
         return most[-1] < enough
 
     def _served(self, place: int, option: InstanceOption, makespan_s: float) -> list[float]:
-        """Return, for each class, the maximum weight served by an instance whose longest request is of that class or of
-        a longer one."""
+        """Return, for each class of lengths, the maximum weight served by an instance whose longest request is of that
+        class or of a longer one."""
         free_s = makespan_s - option.switch_s
         limit = min(_filled(*knapsack, free_s) for knapsack in self.rooms[place])
         rooms_s = (free_s - option.alpha_s * self.shortest).tolist()
@@ -115,7 +116,8 @@ class _Stairs:
 
 
 def _knapsacks(cost_s: Floats, weights: Floats, starts: Ints) -> list[tuple[Floats, Floats]]:
-    """Return, for each start, the cumulative seconds and weights of the requests from that start on.
+    """Return, for each start, the cumulative times in seconds and the cumulative weights of the requests from that
+    start on.
 
     The requests are sorted by descending weight per second.
     """
@@ -133,7 +135,10 @@ def _knapsacks(cost_s: Floats, weights: Floats, starts: Ints) -> list[tuple[Floa
 
 
 def _filled(costs_s: Floats, gains: Floats, room_s: float) -> float:
-    """Return the maximum weight served within `room_s` seconds. The last request may be served in part."""
+    """Return the maximum weight served within `room_s` seconds. The last request may be served in part.
+
+    `costs_s` and `gains` are the cumulative times and weights of a knapsack from `_knapsacks`.
+    """
     if room_s < 0:
         return 0.0
     room_s *= 1 + SAFETY
@@ -145,7 +150,8 @@ def _filled(costs_s: Floats, gains: Floats, room_s: float) -> float:
 
 
 def _starts(remaining: Floats, classes: int) -> Ints:
-    """Return the start indices of length classes with about equal tokens; each of the longest requests is a class."""
+    """Return the start indices of length classes with about equal numbers of tokens. Each of the longest requests is a
+    class."""
     share = np.cumsum(remaining) / remaining.sum()
     cuts = np.searchsorted(share, np.linspace(0, 1, classes + 1)[1:-1])
     starts: Ints = np.unique(np.concatenate((np.arange(min(len(remaining), SINGLE)), cuts)))

@@ -1,10 +1,12 @@
-"""Compute a lower bound on the duration of any plan, and the best duration of sending directly from holders. Has no
-side effects.
+"""Compute a lower bound on the duration of any plan of a weight sync, and the shortest duration of sending directly
+from holders. Has no side effects.
 
 Both assume that circuits and waves may be fractional. The bound is the longest time that any part of the network takes
-for the bytes that it must carry in any plan. Each receiver's NIC carries the shards that it needs. Each pod and ToR
-receives once every shard that is needed and not held in it. The holders send every shard at least once. A linear
-program distributes this sending over them optimally. Every crossing between pods uses circuits at both ends."""
+for the bytes that it must carry in any plan. Each receiver's NIC carries the shards that the receiver needs. Each pod
+and ToR receives at least one copy of every shard that is needed and not held in it. The holders send every shard at
+least once. A linear program distributes this sending over them optimally. Every crossing between pods uses circuits at
+both ends.
+"""
 
 import math
 from collections import Counter, defaultdict
@@ -24,7 +26,7 @@ PodsOf = tuple[set[int], set[int], float]  # pods that hold, pods that need, and
 
 
 def lower_bound_s(problem: SyncProblem) -> float:
-    """Return a lower bound on the duration of any plan in seconds. Raises Unreachable if no plan exists."""
+    """Return a lower bound, in seconds, on the duration of any plan. Raises Unreachable if no plan exists."""
     program = _Program(problem)
     needed = _needed(problem)
     pods_of: list[PodsOf] = []
@@ -57,8 +59,9 @@ def lower_bound_s(problem: SyncProblem) -> float:
 
 
 def naive_s(problem: SyncProblem) -> float:
-    """Return the duration in seconds if holders send to every receiver directly, within the same limits and with the
-    best distribution over holders. The result is infinite if a receiver has no direct connection to a holder."""
+    """Return the duration in seconds if holders send to every receiver directly, within the limits of the network and
+    with the best distribution over holders. The result is infinite if a receiver has no direct connection to any
+    holder."""
     program = _Program(problem)
     for (holders, receivers), gigabits in _needed(problem).items():
         held = sorted(_places(problem.pod, holders))
@@ -94,7 +97,7 @@ def _naive_way(problem: SyncProblem, holder: int, receiver: int) -> list[Limit]:
 
 
 def _needed(problem: SyncProblem) -> Mapping[tuple[Ends, Ends], float]:
-    """Return the gigabits of all shards with the same holders and receivers, by (holders, receivers)."""
+    """Return the total gigabits of all shards with the same holders and receivers, by (holders, receivers)."""
     found: defaultdict[tuple[Ends, Ends], float] = defaultdict(float)
     for shard in problem.shards:
         if shard.receivers:
@@ -108,16 +111,16 @@ def _places(of: Ints, ends: Ends) -> set[int]:
 
 
 def _relayed_s(problem: SyncProblem, needed: Mapping[tuple[Ends, Ends], float]) -> float:
-    """Return the seconds for sending all deliveries over the NICs of all possible senders. An endpoint that holds or
-    receives a shard can send it."""
+    """Return the time in seconds to send all deliveries over the NICs of all possible senders together. Every endpoint
+    that holds or receives a shard is a possible sender."""
     total = sum(gigabits * len(receivers) for (_, receivers), gigabits in needed.items())
     senders = {end for ends in needed for end in (*ends[0], *ends[1])}
     return total / float(problem.nic_gbps[sorted(senders)].sum()) if total else 0.0
 
 
 def _crossing_s(problem: SyncProblem, pods_of: Sequence[PodsOf]) -> float:
-    """Return the seconds for all crossings between pods. Each crossing uses a circuit's capacity in both pods, with any
-    choice of relays."""
+    """Return the minimum time in seconds for all crossings between pods. With any choice of relays, each crossing uses
+    the capacity of a circuit in both of its pods."""
     crossing = sum(gigabits * len(needing - held) for held, needing, gigabits in pods_of)
     if not crossing:
         return 0.0
@@ -135,9 +138,9 @@ def _crossing_s(problem: SyncProblem, pods_of: Sequence[PodsOf]) -> float:
 
 
 def _cuts_s(pods_of: Sequence[PodsOf], capacity: Floats, among: Sequence[int]) -> float:
-    """Return the seconds that shards take to enter sets of pods, such as sites. The links inside a set are faster than
-    its links to other pods. A shard that is needed but not held in a set enters it once. `among` lists the pods that
-    hold or need shards; `capacity` is in Gbps, indexed by two positions in `among`."""
+    """Return the longest time in seconds that shards take to enter a set of pods, such as a site. The links inside a
+    set are faster than its links to other pods. A shard that is needed but not held in a set enters it at least once.
+    `among` lists the pods that hold or need shards; `capacity` is in Gbps, indexed by two positions in `among`."""
     from scipy.sparse.csgraph import connected_components
 
     longest_s = 0.0
@@ -157,7 +160,8 @@ def _cuts_s(pods_of: Sequence[PodsOf], capacity: Floats, among: Sequence[int]) -
 
 
 def _reach(problem: SyncProblem, pairs: ShardPairs, held: set[int], needed: set[int]) -> None:
-    """Raise Unreachable if a pod that needs a shard can only be reached through pods that neither need nor hold it."""
+    """Raise Unreachable if no path leads from the pods that hold a shard to a pod that needs it, through pods that hold
+    or need it."""
     reached, queue = set(held), sorted(held)
     while queue:
         near = set(np.flatnonzero(pairs.circuits[queue.pop()]).tolist()) & needed - reached
@@ -172,9 +176,10 @@ def _boundary_gbps(problem: SyncProblem) -> Floats:
 
 
 class _Program:
-    """A linear program for the least time in which amounts of data pass limits. A fixed amount uses capacity of given
-    limits. Other amounts are spread over alternatives, each of which uses capacity of several limits. If pods are not
-    connected in pairs, `pod_in`, `pod_out` and `pair` are not limits."""
+    """A linear program for the shortest time in which given amounts of data pass the limits of a network. `load` adds
+    an amount that uses the capacity of given limits. `spread` adds an amount that is divided among alternatives, each
+    of which uses the capacity of several limits. If the problem has no fixed connections between pods, `pod_in`,
+    `pod_out` and `pair` are not limits."""
 
     def __init__(self, problem: SyncProblem) -> None:
         self._problem = problem
@@ -191,8 +196,8 @@ class _Program:
             self._alone[limit] += gigabits
 
     def spread(self, gigabits: float, ways: Iterable[Iterable[Limit]]) -> None:
-        """Spread an amount over alternatives, each of which is a list of limits. Alternatives with a limit of no
-        capacity are dropped."""
+        """Spread an amount over alternatives, each of which is a list of limits. Alternatives that contain a limit
+        without capacity are dropped."""
         open_ways = {tuple(way) for way in ways if all(self._capacity(limit) > 0 for limit in way)}
         if len(open_ways) == 1:  # a single alternative needs no program
             self.load(gigabits, *open_ways.pop())
@@ -200,8 +205,8 @@ class _Program:
             self._spread[tuple(sorted(open_ways))] += gigabits
 
     def seconds(self, rounding: float = _SOLVERS_ROUNDING) -> float:
-        """Return the least time in seconds. Raises Unreachable if a used limit has no capacity, or if all alternatives
-        of an amount were dropped."""
+        """Return the shortest time in seconds. Raises Unreachable if a used limit has no capacity, or if all
+        alternatives of an amount were dropped. `rounding` is a factor on the solver's result."""
         for limit in sorted(self._alone):
             if self._capacity(limit) <= 0:
                 is_tor = limit[0].startswith("tor")

@@ -1,10 +1,11 @@
-"""Turn a filled wave into edges: trees inside pods (phase B) below the crossings (phase A), and all rates. Has no side
-effects.
+"""Turn a filled wave into edges with rates: the crossings between pods (phase A), and trees inside pods below the
+crossings (phase B). Has no side effects.
 
-All edges of a wave end at the same time, except for delays from the edges above them. Inside a pod each piece gets a
-tree. A tree enters each ToR once, at one endpoint (the head), and spreads below the ToR from there. An endpoint that
-has used its sending time in the wave gets no more children, so that the trees of one wave have different inner nodes
-and all endpoints share the sending. Within that limit, trees are as shallow as possible."""
+All edges of a wave end at the same time, except for delays from the edges above them. Inside a pod, each piece is sent
+along a tree. A tree enters each ToR once, at one endpoint (the head), and spreads below the ToR from there. An endpoint
+that has used its sending time in the wave gets no more children, so that the trees of one wave have different inner
+nodes and all endpoints share the sending. Within that limit, trees are as shallow as possible.
+"""
 
 import heapq
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ class LocalPiece:
 
 @dataclass(frozen=True, slots=True)
 class LocalPod:
-    """One pod of a wave. `sent_s` and `tor_sent_s` are the seconds of sending that phase A has already used."""
+    """One pod of a wave. `sent_s` and `tor_sent_s` are the sending times, in seconds, that phase A has already used."""
 
     nic_gbps: tuple[float, ...]  # [endpoint]
     tor: tuple[int, ...]  # [endpoint]
@@ -56,16 +57,17 @@ def spread(pod: LocalPod) -> tuple[Ints, ...]:
 
 
 def _budgets(pod: LocalPod) -> tuple[list[float], list[float]]:
-    """Return the gigabits that each endpoint, and each ToR to other ToRs, can still send in the wave."""
+    """Return the gigabits that each endpoint can still send in the wave, and those that each ToR can still send to
+    other ToRs."""
     ends, tors = zip(pod.sent_s, pod.nic_gbps, strict=True), zip(pod.tor_sent_s, pod.tor_gbps, strict=True)
     budget, tor_budget = ([max(0.0, pod.floor_s - sent_s) * gbps for sent_s, gbps in each] for each in (ends, tors))
     return budget, tor_budget
 
 
 def _spread(pod: LocalPod, only: Sequence[tuple[set[int], set[int]]]) -> tuple[float, tuple[Ints, ...]]:
-    """Return the longest overrun of an endpoint or a ToR in seconds, and the trees. If only one endpoint or only one
-    ToR can start a tree, `only` contains it for that tree, and it reserves the time for one child until the tree
-    starts."""
+    """Return the longest overrun of an endpoint or a ToR in seconds, and a tree for each piece. `only` has two sets for
+    each piece: the only endpoint, and the only ToR, that can start its tree. Both reserve time for one child until the
+    tree is built."""
     budget, tor_budget = _budgets(pod)
     for piece, (ends, tors) in zip(pod.pieces, only, strict=True):
         _spend(budget, ends, piece.gigabits)
@@ -81,7 +83,7 @@ def _spread(pod: LocalPod, only: Sequence[tuple[set[int], set[int]]]) -> tuple[f
 
 def _only_ways(pod: LocalPod, piece: LocalPiece, budget: list[float]) -> tuple[set[int], set[int]]:
     """Return the only endpoint with time to send the piece, and the only ToR from which the piece can be sent to other
-    ToRs. Each set is empty unless there is exactly one."""
+    ToRs. Each of the two sets is empty unless there is exactly one candidate."""
     able = {source for source in piece.sources if budget[source] >= piece.gigabits * _LESS and piece.receivers}
     here = {pod.tor[source] for source in piece.sources}
     leaves = any(pod.tor[receiver] not in here for receiver in piece.receivers)
@@ -95,7 +97,7 @@ def _spend(budget: list[float], places: set[int], gigabits: float) -> None:
 
 
 class _Tree:
-    """Grows the tree of one piece. Sending uses the budgets, which all trees of the pod share."""
+    """Grows the tree of one piece. Each new edge is deducted from the budgets, which all trees of the pod share."""
 
     def __init__(self, pod: LocalPod, piece: LocalPiece, budget: list[float], tor_budget: list[float]) -> None:
         self._pod, self._gigabits = pod, piece.gigabits
@@ -125,8 +127,8 @@ class _Tree:
 
     def _next(self) -> tuple[int, int] | None:
         """Return the parent closest to the root that has time for a child, and the child's ToR. Return None if no
-        parent has time. The child is in a ToR that the tree has not entered yet, if there is such a ToR and the parent
-        can also serve the receivers below its own ToR."""
+        parent has time. A ToR that the tree has not entered yet is preferred, if the parent has time to serve its own
+        ToR as well."""
         size = self._gigabits * _LESS
         while self._queue:
             depth, _, parent = self._queue[0]
@@ -139,7 +141,7 @@ class _Tree:
         return None
 
     def _freest_leaving(self, depth: int) -> int | None:
-        """Return the endpoint at this depth that can send to another ToR. Endpoints whose ToR has the most time left
+        """Return the endpoint at this depth that should send to another ToR. Endpoints whose ToR has the most time left
         are preferred, then endpoints with the most time left. Return None if no endpoint can send to another ToR."""
         pod, size, best = self._pod, self._gigabits * _LESS, None
         for _, _, end in (each for each in self._queue if each[0] == depth):
@@ -150,8 +152,8 @@ class _Tree:
         return None if best is None else -best[2]
 
     def _over(self) -> tuple[int, int] | None:
-        """Return the parent that exceeds its time the least by sending to one more child, and the child's ToR. Return
-        None if no receiver can be served."""
+        """Return the parent that exceeds its sending time the least by sending to one more child, and the child's ToR.
+        Return None if no receiver can be served."""
         pod, best = self._pod, None
         for tor in (tor for tor, missing in self._missing.items() if missing):
             for parent, depth in self._depth.items():
@@ -189,7 +191,7 @@ class EdgeLaying:
             self._place[members] = np.arange(len(members))
 
     def wave(self, wave: WaveDraft) -> Wave:
-        """Return the edges of phase A and phase B with their rates."""
+        """Return the finished wave: the edges of phase A and phase B with their rates."""
         crossings, filled = wave.crossings, wave.filled
         floor_s = float(max(wave.received_s.max(initial=0.0), wave.tor_in_s.max(initial=0.0)))
         for crossing in crossings:
@@ -219,7 +221,8 @@ class EdgeLaying:
     def _above(
         self, crossings: Sequence[PodCrossing], trees: dict[tuple[int, int], list[Ints]]
     ) -> dict[tuple[int, int], int]:
-        """Return the number of edges above the seed, including the crossing, by (piece, pod that it crosses into)."""
+        """Return, for each crossing, the number of edges above its seed, including the crossing. The keys are (id of
+        the piece, pod that the piece enters)."""
         above: dict[tuple[int, int], int] = {}
         into = {(id(each.piece), self._pod(each.dst)): each for each in crossings}
 
@@ -271,7 +274,8 @@ class EdgeLaying:
 
 
 class EdgeRow(NamedTuple):
-    """Edges of one piece in a wave, or of one of its stripes."""
+    """The edges of one piece, or of one stripe of it, in a wave. `src`, `dst` and `above` have one entry per edge;
+    `above` is the number of edges above it in the wave."""
 
     shard: int
     offset: int
@@ -284,7 +288,7 @@ class EdgeRow(NamedTuple):
 
 
 def wave_of(problem: SyncProblem, rows: Sequence[EdgeRow]) -> Wave:
-    """Return the wave of these edges, with rates at which all of them end together."""
+    """Return the wave of the edges in `rows`, with rates at which all edges end together."""
     same = np.array([row[:5] for row in rows], dtype=np.int64)
     shard, offset, size, whole, circuits = np.repeat(same, [len(row.src) for row in rows], axis=0).T
     src, dst = np.concatenate([row.src for row in rows]), np.concatenate([row.dst for row in rows])
@@ -303,9 +307,9 @@ def wave_of(problem: SyncProblem, rows: Sequence[EdgeRow]) -> Wave:
 
 
 def equalise(problem: SyncProblem, crossings: Sequence[PodCrossing], left: Ints, between: Ints | None) -> None:
-    """Assign spare circuits, one at a time, to the edge that would take longest, if both of its pods have a spare
-    circuit. `between` has the number of spare circuits of each pair of pods, or is None if any two pods can be
-    connected."""
+    """Assign spare circuits one at a time, each to the crossing that would take longest, if both of its pods have a
+    spare circuit. `left` has the number of spare circuits of each pod. `between` has the number of spare circuits of
+    each pair of pods, or is None if any two pods can be connected. Both arrays are updated."""
     gbps = [problem.circuit_gbps(int(problem.pod[each.src]), int(problem.pod[each.dst])) for each in crossings]
     queue = [(-each.piece.gigabits / gbps[number], number) for number, each in enumerate(crossings)]
     heapq.heapify(queue)

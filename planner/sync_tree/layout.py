@@ -1,9 +1,10 @@
 """Map each rank to its part of each parameter, in Megatron's layout (TP, PP, EP, replicas) and in vLLM's layout. Has no
 side effects.
 
-A rank's tensor consists of boxes of the whole tensor, stacked along one axis. This describes both the owners of
+A rank's tensor consists of boxes of the whole tensor, stacked along one axis. The boxes describe both the owners of
 elements and their place in memory. Sources: Megatron-core's parallel_state (rank order tp-cp-ep-dp-pp; linear_qkv is
-ordered by KV groups), vLLM's parallel_state, QKVParallelLinear, VocabParallelEmbedding and FusedMoE."""
+ordered by KV groups), vLLM's parallel_state, QKVParallelLinear, VocabParallelEmbedding and FusedMoE.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -25,8 +26,8 @@ class LocalShard:
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """The layout of one vLLM engine. Rank is (dp * PP + stage) * TP + tp. Experts are divided over all DP x TP ranks of
-    a stage. Each rank has whole experts if `has_expert_parallel` is True, otherwise a part of every expert."""
+    """The layout of one vLLM engine. The rank is (dp * PP + stage) * TP + tp. Experts are divided over all DP x TP
+    ranks of a stage. Each rank has whole experts if `has_expert_parallel` is True, otherwise a part of every expert."""
 
     endpoints: tuple[int, ...]  # [rank]
     tp: int = 1
@@ -44,7 +45,8 @@ class EngineLayout:
         return _stages(where, self.pp, self.stage_of_layer)
 
     def local(self, parameter: Parameter, rank: int) -> tuple[LocalShard, ...]:
-        """Return the rank's shards of a parameter. Raises ValueError if vLLM cannot divide it by this layout."""
+        """Return the rank's shards of a parameter. Raises ValueError if vLLM cannot divide the parameter in this
+        layout."""
         dp, stage, tp = rank // (self.pp * self.tp), rank // self.tp % self.pp, rank % self.tp
         if stage not in self.stages(parameter.where):
             return ()
@@ -61,10 +63,10 @@ class EngineLayout:
 
 @dataclass(frozen=True, slots=True)
 class TrainerLayout:
-    """The layout of a Megatron trainer. Rank is (stage * replicas + replica) * TP + tp; ranks of context parallelism
-    count as replicas. Experts have their own grid inside a stage: (replica * EP + ep) * expert_tp + tp. Fused
-    parameters are in Megatron's order: q, k and v are stored together for each KV group, and gate and up are stored
-    together for each rank."""
+    """The layout of a Megatron trainer. The rank is (stage * replicas + replica) * TP + tp. Ranks of context
+    parallelism count as replicas. Experts have their own grid inside a stage: (replica * EP + ep) * expert_tp + tp.
+    Fused parameters are in Megatron's order: q, k and v are stored together for each KV group, and gate and up are
+    stored together for each rank."""
 
     endpoints: tuple[int, ...]  # [rank]
     tp: int = 1
@@ -86,7 +88,8 @@ class TrainerLayout:
         return _stages(where, self.pp, self.stage_of_layer)
 
     def local(self, parameter: Parameter, rank: int) -> tuple[LocalShard, ...]:
-        """Return the rank's shards of a parameter. Raises ValueError if Megatron cannot divide it by this layout."""
+        """Return the rank's shards of a parameter. Raises ValueError if Megatron cannot divide the parameter in this
+        layout."""
         stage, number = divmod(rank, len(self.endpoints) // self.pp)
         if stage not in self.stages(parameter.where):
             return ()
@@ -106,7 +109,8 @@ class TrainerLayout:
 
 
 def vllm_stages(layers: int, pp: int) -> tuple[int, ...]:
-    """Return the stage of each layer. Remaining layers go to the last stage but one, then to earlier stages."""
+    """Return the pipeline stage of each layer in vLLM. Layers that remain after even division go to the last stage but
+    one, then to earlier stages."""
     counts = [layers // pp] * pp
     for place in range(layers % pp):
         counts[-2 - place] += 1
@@ -114,8 +118,8 @@ def vllm_stages(layers: int, pp: int) -> tuple[int, ...]:
 
 
 def megatron_stages(layers: int, pp: int, chunks: int = 1) -> tuple[int, ...]:
-    """Return the stage of each layer. If there are several `chunks` per stage (virtual pipeline), chunks are assigned
-    to the stages round-robin."""
+    """Return the pipeline stage of each layer in Megatron. If there are several `chunks` per stage (virtual pipeline),
+    chunks are assigned to the stages round-robin. Raises ValueError if the layers cannot be divided evenly."""
     if layers % (pp * chunks):
         raise ValueError(f"{layers} layers cannot be divided by {pp} stages of {chunks} chunks")
     each = layers // (pp * chunks)
@@ -126,8 +130,8 @@ def megatron_stages(layers: int, pp: int, chunks: int = 1) -> tuple[int, ...]:
 def _blocks(
     shape: tuple[int, ...], split: ParameterSplit, rank: int, of: int, vocab_multiple: int
 ) -> tuple[LocalShard, ...]:
-    """Return an even share of each part of the parameter. If there are fewer heads than ranks, adjacent ranks have
-    copies of a head."""
+    """Return a rank's even share of each part of a parameter that is divided among `of` ranks. If there are fewer heads
+    than ranks, adjacent ranks have copies of a head."""
     axis = split.axis
     if axis is None:
         return _local(shape, 0, [(0, shape[0])])
@@ -156,7 +160,7 @@ def _blocks(
 
 @lru_cache(maxsize=4096)
 def _by_groups(shape: tuple[int, ...], split: ParameterSplit, rank: int, of: int) -> tuple[LocalShard, ...]:
-    """Return an even share of the rows in Megatron's order: KV group by KV group."""
+    """Return a rank's even share of the rows in Megatron's order, which is KV group by KV group."""
     axis = split.axis or 0
     if shape[axis] % of:
         raise ValueError(f"{shape[axis]} rows cannot be divided by TP {of}")
@@ -186,20 +190,21 @@ def _local(shape: tuple[int, ...], axis: int, ranges: Sequence[Range]) -> tuple[
 
 
 def _within(whole: tuple[LocalShard, ...], first: int, last: int) -> tuple[LocalShard, ...]:
-    """Restrict the shards to experts [first, last)."""
+    """Return the shards restricted to experts [first, last)."""
     if first == last:
         return ()
     return tuple(LocalShard(each.axis, tuple(((first, last), *box[1:]) for box in each.boxes)) for each in whole)
 
 
 def chunk(length: int, part: int, of: int) -> Range:
-    """Return the range of part `part` if `length` is divided as by torch.chunk. The last parts may be smaller."""
+    """Return the range of part `part` if `length` is divided into `of` parts as by torch.chunk. The last parts may be
+    smaller than the others."""
     each = -(-length // of)
     return min(length, part * each), min(length, (part + 1) * each)
 
 
 def between(ranges: Sequence[Range], first: int, last: int) -> list[Range]:
-    """Return the parts of consecutive ranges that lie between two positions of their concatenation."""
+    """Return the parts of `ranges` that are between the positions `first` and `last` of the concatenated ranges."""
     found, at = [], 0
     for start, end in ranges:
         a, b = max(start, start + first - at), min(end, start + last - at)

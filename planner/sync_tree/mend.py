@@ -1,8 +1,9 @@
 """Plan new edges after edges broke or a peer died, so that every missing byte still arrives once. Has no side effects.
 
 If no running edge brings the bytes that a peer lacks, a new edge brings them from another peer. That peer either has
-the bytes already, or receives them by edges that still run, so it does not depend on the first peer. A new edge never
-waits for an edge of a later wave. Without this rule, peers that begin waves in order could wait for each other."""
+the bytes already or receives them over edges that do not depend on the first peer. A new edge never waits for an edge
+of a later wave. Without this rule, peers that begin waves in order could wait for each other.
+"""
 
 import itertools
 from collections import defaultdict
@@ -26,9 +27,10 @@ def mend(
     """Return the new flows, and the bytes that no available peer has or will receive.
 
     `running` flows bring more bytes unless one of their ends has died; `ended` flows broke before they were complete.
-    `missing` has, for each living peer and each shard that it has or needs, the ranges that it lacks now. `weight`
-    returns the relative time to send a byte between two peers, or None if they have no connection. Sources share the
-    sending in parts of at most `part_bytes`."""
+    `missing` has, for each living peer and each shard that the peer holds or needs, the ranges that it lacks now.
+    `weight` returns the relative time to send a byte between two peers, or None if they have no connection. Sources
+    share the sending in parts of at most `part_bytes`.
+    """
     runs: defaultdict[str, list[PeerFlow]] = defaultdict(list)
     over: defaultdict[str, list[PeerFlow]] = defaultdict(list)
     sending: defaultdict[PeerId, float] = defaultdict(float)
@@ -109,8 +111,8 @@ class _Mending:
         return sorted(found)
 
     def _from(self, dst: PeerId, sending: Mapping[PeerId, float], weight: Weight) -> tuple[PeerId, int] | None:
-        """Return the source that can send first, and the wave. Return None if there is no source. A source that is
-        still receiving the bytes must receive them first."""
+        """Return the source that can finish sending to `dst` first, and the wave of the new flow. Return None if there
+        is no source. For a source that is still receiving the bytes, the time to receive them is included."""
         was = self._was.get(dst, 0)
         best: tuple[tuple[float, bool, PeerId], int] | None = None
         for src, since in self._wave.items():
@@ -142,8 +144,8 @@ def _is_fed(peer: PeerId, ranges: Sequence[Range], running: Sequence[PeerFlow]) 
 
 
 def _parts(lacking: Mapping[PeerId, Sequence[Range]], feeds: Sequence[PeerFlow], most: int) -> Iterator[Range]:
-    """Yield the (first, last) ranges that some peer lacks. Ranges are cut wherever the set of peers that lack them or
-    the set of flows changes."""
+    """Yield the ranges that any peer lacks, as (first, last) with `last` excluded. Ranges are cut wherever the set of
+    peers that lack them or the set of flows changes, and after at most `most` bytes."""
     points = {at for ranges in lacking.values() for first, size in ranges for at in (first, first + size)}
     least, greatest = min(points), max(points)
     points |= {at for each in feeds for at in (each.offset, each.offset + each.bytes) if least < at < greatest}
@@ -154,7 +156,7 @@ def _parts(lacking: Mapping[PeerId, Sequence[Range]], feeds: Sequence[PeerFlow],
 
 
 def _joined(found: Collection[PeerFlow]) -> list[PeerFlow]:
-    """Return the flows, with adjacent ranges of the same source, destination and wave joined."""
+    """Return the flows, with adjacent ranges of the same shard, source, destination and wave joined."""
 
     def way(each: PeerFlow) -> tuple[str, PeerId, PeerId, int]:
         return each.shard, each.dst, each.src, each.wave

@@ -1,6 +1,7 @@
 """The types of weight sync: shards with their holders and receivers, and the waves of edges that carry them.
 
-Ids are stored once; pods, ToRs, endpoints and shards are referred to by their index in the tuples of ids."""
+Ids are stored once. Elsewhere, pods, ToRs, endpoints and shards are referred to by their index in the tuples of ids.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -55,8 +56,8 @@ class ShardPairs:
 
 
 def pairs_of(pods: Mapping[str, int], links: Iterable[tuple[str, str, int, float]]) -> ShardPairs:
-    """Build the connections between pods. `pods` maps each name to its index; each of `links` has two pods, the number
-    of circuits per direction, and the Gbps per circuit."""
+    """Build the connections between pods. `pods` maps the name of each pod to its index. Each of `links` has two pods,
+    the number of circuits per direction, and the Gbps per circuit."""
     circuits, gbps = np.zeros((len(pods), len(pods)), dtype=np.int64), np.zeros((len(pods), len(pods)))
     for a, b, count, rate_gbps in links:
         for one, other in ((pods[a], pods[b]), (pods[b], pods[a])):
@@ -66,8 +67,8 @@ def pairs_of(pods: Mapping[str, int], links: Iterable[tuple[str, str, int, float
 
 @dataclass(frozen=True, slots=True)
 class SyncProblem:
-    """The shards to send, and the site at that moment with its capacities. At most `boundary_circuits` circuits leave
-    or enter a pod, counting both directions together. Traffic out of a ToR and traffic into it each stay within
+    """The shards to send, and the capacities of the site when the plan is made. At most `boundary_circuits` circuits
+    leave or enter a pod, counting both directions together. Traffic out of a ToR and traffic into it each stay within
     `tor_gbps`, and traffic out of an endpoint and traffic into it each stay within `nic_gbps`."""
 
     link_gbps: float
@@ -131,7 +132,7 @@ class Wave:
 @dataclass(frozen=True, slots=True)
 class SyncPlan:
     """The waves of a sync. `estimate_s` is the predicted duration of these waves. No plan takes less than
-    `lower_bound_s`. `naive_s` is the best duration if holders send to every receiver directly."""
+    `lower_bound_s`. `naive_s` is the shortest duration if holders send to every receiver directly."""
 
     waves: tuple[Wave, ...]
     estimate_s: float
@@ -140,18 +141,19 @@ class SyncPlan:
 
 
 class Unreachable(ValueError):
-    """Raised if no plan exists: a pod or ToR that shards must pass has no connection."""
+    """Raised if no plan exists because a pod or ToR that shards must pass through has no connection."""
 
 
 def edge_seconds(problem: SyncProblem, edges: WaveEdges) -> Floats:
-    """Return the duration of each edge in seconds: its bytes at its rate, plus one chunk and one hop for each edge
-    above it."""
+    """Return the duration of each edge in seconds: the time to send its bytes at its rate, plus the time of one chunk
+    and one hop for each edge above it."""
     chunk_s = problem.chunk_bytes * BITS / edges.rate_gbps
     return edges.bytes * BITS / edges.rate_gbps + edges.above * (chunk_s + problem.hop_latency_s)
 
 
 def seconds_together(problem: SyncProblem, src: Ints, dst: Ints, circuits: Ints, gigabits: Floats) -> float:
-    """Return the seconds that the edges take together, given the capacity of NICs, ToRs and the edges' circuits."""
+    """Return the time in seconds that concurrent edges take within the capacities of NICs, ToRs and the edges'
+    circuits. Each edge sends its entry of `gigabits`."""
 
     def slowest_s(keys: Ints, amounts: Floats, capacity_gbps: Floats) -> float:
         sums = np.bincount(keys, weights=amounts, minlength=len(capacity_gbps))

@@ -1,8 +1,9 @@
-"""Convert a sync into a `SyncProblem`, plan the flows between peers, and compute the NIC capacity left for KV moves.
-Has no side effects.
+"""Convert a weight sync into a `SyncProblem`, plan the flows between peers, and compute the NIC capacity left for KV
+moves. Has no side effects.
 
-The balancer uses the remaining share of the hosts' NICs to estimate the cost of moves. Circuits and ToRs without a
-limit get a limit that is never reached."""
+The balancer uses the remaining share of the hosts' NICs to estimate the cost of moves. Pods and ToRs without a limit on
+their circuits get a limit that is never reached.
+"""
 
 import itertools
 import math
@@ -25,7 +26,7 @@ TimedFlow = tuple[PeerFlow, float]  # with its seconds in the plan
 
 
 class SyncSettings(Protocol):
-    """The settings for planning from the section `weights` of the configuration."""
+    """The settings for planning a weight sync, from the section `weights` of the configuration."""
 
     rate_share: float
     chunk_bytes: int
@@ -34,7 +35,7 @@ class SyncSettings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NetworkStation:
-    """The position of a peer in the network."""
+    """The position of a peer in the network, and the rate of its NIC."""
 
     pod: str
     tor: str
@@ -43,7 +44,7 @@ class NetworkStation:
 
 @dataclass(frozen=True, slots=True)
 class PairLink:
-    """A direct connection of two PoDs: its number of circuits and their rate, per direction."""
+    """A direct connection between two PoDs: the number of circuits and the rate of each circuit, per direction."""
 
     circuits: int
     gbps: float
@@ -51,7 +52,7 @@ class PairLink:
 
 @dataclass(frozen=True, slots=True)
 class SyncNetwork:
-    """The network that a sync may use. Circuits of pods and ToRs without an entry are not limited."""
+    """The network that a sync may use. Pods and ToRs without an entry have no limit on their circuits."""
 
     link_gbps: float
     stations: Mapping[PeerId, NetworkStation]
@@ -63,7 +64,7 @@ class SyncNetwork:
 
 @dataclass(frozen=True, slots=True)
 class ShardSegment:
-    """A range of a shard with the same holders and receivers."""
+    """A range of a shard whose bytes all have the same holders and receivers."""
 
     shard: str
     offset: int
@@ -120,7 +121,8 @@ def shard_segments(
 ) -> list[ShardSegment]:
     """Return the segments of a shard of `shard_bytes` bytes that peers lack.
 
-    `wanted` maps each receiver to the ranges that it lacks. `there` maps each holder to the ranges that it lacks."""
+    `wanted` maps each receiver to the ranges that it lacks. `there` maps each holder to the ranges that it lacks.
+    """
     points = {
         at for ranges in (*wanted.values(), *there.values()) for first, size in ranges for at in (first, first + size)
     }
@@ -151,8 +153,8 @@ def summed_by(segments: Iterable[ShardSegment]) -> dict[str, PeerId]:
 def plan_flows(
     segments: Sequence[ShardSegment], network: SyncNetwork, settings: SyncSettings
 ) -> tuple[list[TimedFlow], SyncPlan]:
-    """Return all flows in the order of their waves, and the plan. Raises Unreachable if a receiver cannot be
-    reached."""
+    """Return all flows in the order of their waves, each with its duration in seconds, and the plan. Raises Unreachable
+    if a receiver cannot be reached."""
     ids = sorted({peer for each in segments for peer in (*each.holders, *each.receivers)})
     problem = sync_problem(segments, ids, network, settings)
     plan = make_plan(problem, wave_s=_WAVE_HOPS * settings.hop_latency_s)
@@ -162,7 +164,8 @@ def plan_flows(
 def _flows(
     problem: SyncProblem, plan: SyncPlan, segments: Sequence[ShardSegment], ids: Sequence[PeerId]
 ) -> list[TimedFlow]:
-    """Convert edges into flows. Adjacent pieces of a shard with the same ends in the same wave are joined."""
+    """Convert the plan's edges into flows. Adjacent pieces of a shard with the same ends in the same wave are
+    joined."""
     flows: list[TimedFlow] = []
     for number, wave in enumerate(plan.waves):
         edges = wave.edges
@@ -206,7 +209,8 @@ def left_for_moves(
     """Return the NIC share that `running` edges leave to KV moves between the hosts of the peers `among`.
 
     An edge is (source, destination, Gb/s). A rate of 0 means that the edge is not limited and can use the full capacity
-    of its ends. In each direction, a NIC is shared evenly among the flows that would fill it."""
+    of its ends. In each direction, a NIC is shared evenly among the flows that would fill it.
+    """
     wished: defaultdict[tuple[PeerId, str], float] = defaultdict(float)
     for src, dst, rate_gbps in running:
         ends = [stations[end].nic_gbps for end in (src, dst) if end in stations]

@@ -1,7 +1,8 @@
 """Name the parameters of a model, and describe how parallelism divides each parameter. Has no side effects.
 
 Coordinates are those of the whole tensor in vLLM's order, without padding. Fused parameters are concatenated ([q; k;
-v], [gate; up]), and experts are the first axis. Trainers may use another order (`layout.py`)."""
+v], [gate; up]), and experts are the first axis. Trainers may use another order (`layout.py`).
+"""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -11,15 +12,15 @@ Where = int | Literal["first", "last", "both"]  # a layer's number, or the first
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """Return the box of elements that both boxes of a tensor share; None if they share no element."""
+    """Return the box of elements that both boxes of a tensor share, or None if they share no element."""
     box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return box if all(first < last for first, last in box) else None
 
 
 @dataclass(frozen=True, slots=True)
 class FusedPart:
-    """One tensor of a fused parameter. If TP exceeds its number of `heads`, heads are copied to several ranks. If
-    `heads` is 0, the tensor has no heads."""
+    """One tensor of a fused parameter. If TP exceeds the tensor's number of `heads`, heads are copied to several ranks.
+    If `heads` is 0, the tensor has no heads."""
 
     name: str
     length: int  # along the divided axis
@@ -32,8 +33,8 @@ class FusedPart:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSplit:
-    """The division of a parameter by TP, and whether its first axis is experts. If `axis` is None, every rank has the
-    whole parameter."""
+    """The division of a parameter by TP, and whether its first axis enumerates experts. If `axis` is None, every rank
+    has the whole parameter."""
 
     axis: int | None
     parts: tuple[FusedPart, ...] = ()  # concatenated along that axis; each is divided separately
@@ -52,7 +53,8 @@ VOCAB = ParameterSplit(0, is_vocab=True)
 
 
 def qkv(heads: int, kv_heads: int, head_size: int) -> ParameterSplit:
-    """Return the split of grouped-query attention: `heads / kv_heads` query heads share each KV head."""
+    """Return the split of grouped-query attention, in which `heads / kv_heads` query heads share each KV head. Raises
+    ValueError if `heads` is not a multiple of `kv_heads`."""
     if heads % kv_heads:
         raise ValueError(f"query heads must be a multiple of {kv_heads} KV heads, got {heads}")
     kv = kv_heads * head_size
@@ -168,8 +170,8 @@ _MEGATRON = {
 
 
 def megatron_name(name: str) -> str:
-    """Return Megatron-core's name of vLLM's parameter `name`. For experts, the name lacks the expert's number at the
-    end. Raises KeyError if the parameter is unknown."""
+    """Return Megatron-core's name for vLLM's parameter `name`. For parameters of experts, the expert's number at the
+    end of the name is left out. Raises KeyError if the parameter is unknown."""
     prefix, within = "model.layers.", name
     if not name.startswith(prefix):
         return _MEGATRON[name]

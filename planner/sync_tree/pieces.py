@@ -17,13 +17,13 @@ def cut(size: int, parts: int) -> list[tuple[int, int]]:
 
 
 def cut_to(size: int, most: int) -> list[tuple[int, int]]:
-    """Cut `size` bytes into the fewest about equal parts of at most `most` bytes; return the (offset, bytes) of
-    each."""
+    """Cut `size` bytes into as few parts as possible, of about equal size and at most `most` bytes each; return the
+    (offset, bytes) of each part."""
     return cut(size, max(1, -(-size // most)))
 
 
 def by_pod(problem: SyncProblem, endpoints: Sequence[int]) -> dict[int, Ints]:
-    """Return the endpoints of each pod, in ascending order."""
+    """Return `endpoints` grouped by pod, each group in ascending order."""
     ends = np.array(sorted(endpoints), dtype=np.int64)
     pods = problem.pod[ends]
     return {pod: ends[pods == pod] for pod in np.unique(pods).tolist()}
@@ -54,7 +54,8 @@ class PodCrossing:
 
 @dataclass(slots=True)
 class WaveDraft:
-    """A wave while it is filled: seconds used per resource, remaining circuits, and its content."""
+    """A wave while it is filled: the seconds used on each resource, the remaining circuits, and the pieces and
+    crossings added."""
 
     sent_s: Floats  # [endpoint]
     received_s: Floats  # [endpoint]

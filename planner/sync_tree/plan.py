@@ -2,8 +2,9 @@
 sending for comparison. Has no side effects.
 
 Several ways to cut shards and fill waves are planned in full, and the plan with the shortest predicted time is used.
-Pieces that are small compared with a chunk wait longest for the edges above them; they are sent in separate rounds
-without such waits."""
+Pieces that are small compared with a chunk would mostly wait for the edges above them. They are sent in separate rounds
+without these waits.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -32,8 +33,8 @@ Cost = Callable[[Waves], float]  # seconds
 
 
 def make_plan(problem: SyncProblem, *, wave_s: float = 0.0) -> SyncPlan:
-    """Plan a sync. `wave_s` is an overhead per wave that the model does not include; it can favour plans with fewer
-    waves. Raises Unreachable if no plan exists."""
+    """Return the plan of a weight sync. `wave_s` is an overhead per wave, in seconds, that the estimate does not
+    include; a larger value favours plans with fewer waves. Raises Unreachable if no plan exists."""
     problem = _with_boundaries(_with_islands(problem))
     bound_s = lower_bound_s(problem)
 
@@ -59,8 +60,8 @@ def _best(problem: SyncProblem, cost_s: Cost) -> Waves:
 
 
 def _or_rounds(problem: SyncProblem, best: Waves, cost_s: Cost) -> Waves:
-    """Return a plan in rounds with the smallest pieces that the work limit allows if it is clearly faster than `best`;
-    otherwise return `best`."""
+    """Return a plan in rounds, with the smallest pieces that the work limit allows, if that plan is clearly faster than
+    `best`; otherwise return `best`."""
     needed = [shard.bytes for shard in problem.shards if shard.receivers]
     more_pieces, clearly = _MORE_PIECES, _CLEARLY
     if problem.pairs is not None:
@@ -94,7 +95,8 @@ def _in_trees(problem: SyncProblem, most_work: int, cost_s: Cost, *, needs_one: 
 
 
 def _rounds_work(problem: SyncProblem, piece_bytes: int) -> int:
-    """Return an estimate of the work of planning rounds, in which a piece's copies in a pod double with each wave."""
+    """Return an estimate of the work of planning rounds, in which the copies of a piece in a pod double with each
+    wave."""
     work = 0
     for shard in problem.shards:
         if shard.receivers:
@@ -105,7 +107,7 @@ def _rounds_work(problem: SyncProblem, piece_bytes: int) -> int:
 
 
 def _with_islands(problem: SyncProblem) -> SyncProblem:
-    """Return the problem with each ToR that has no circuits as a separate pod without circuits, which is isolated."""
+    """Return the problem with each ToR that has no circuits in a separate pod, which has no circuits either."""
     islands = np.flatnonzero(problem.tor_gbps <= 0)
     if not len(islands):
         return problem
@@ -122,8 +124,9 @@ def _with_islands(problem: SyncProblem) -> SyncProblem:
 
 
 def _with_boundaries(problem: SyncProblem) -> SyncProblem:
-    """Return the problem without connections of pods that have no boundary circuits. The boundary circuits of each pod
-    are limited to its connections to other pods."""
+    """Return the problem without the fixed connections of pods that have no boundary circuits. The boundary circuits of
+    each pod are limited to the number that its remaining connections can use. A problem without fixed connections is
+    returned unchanged."""
     if problem.pairs is None:
         return problem
     is_open = problem.boundary_circuits > 0
@@ -162,7 +165,7 @@ def _work(problem: SyncProblem, shard: Shard, stripes: int) -> int:
 
 def _kinds(problem: SyncProblem) -> int:
     """Return the maximum number of distinct sets of receivers in one pod. At least this many pieces must enter the pod
-    at once if all its receivers are to receive at the same time."""
+    at once if all receivers of the pod are to receive at the same time."""
     kinds: dict[int, set[tuple[int, ...]]] = {}
     for receivers in {shard.receivers for shard in problem.shards}:
         for pod, ends in by_pod(problem, receivers).items():
@@ -171,7 +174,8 @@ def _kinds(problem: SyncProblem) -> int:
 
 
 def _crossing(problem: SyncProblem) -> float:
-    """Return the number of pieces that can enter every pod at once, with all circuits used at both ends."""
+    """Return the average number of pieces that can enter each receiving pod at once, with all circuits used at both
+    ends."""
     entered, useful = set(), set()
     for shard in problem.shards:
         pods = set(problem.pod[list(shard.receivers)].tolist())

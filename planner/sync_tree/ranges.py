@@ -25,7 +25,7 @@ class PeerFlow:
 
 
 class ByteRanges:
-    """Disjoint byte ranges in ascending order. Adjacent ranges are joined. Not thread-safe."""
+    """Disjoint byte ranges in ascending order. Adjacent ranges are joined. The class is not thread-safe."""
 
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
         self._first: list[int] = []

@@ -1,9 +1,10 @@
-"""Derive the minimal set of shards between the layouts of trainer and engines, and the order of bytes in each shard.
-Has no side effects.
+"""Derive the minimal set of shards between the layouts of the trainer and the engines, and the order of bytes in each
+shard. Has no side effects.
 
 All elements with the same holders and the same receivers form one shard, across parameters. The bytes of a shard are
 its slices in sequence. Each slice is a box in row-major order, and `LocalShard` describes its place in memory on either
-side."""
+side.
+"""
 
 import itertools
 import math
@@ -42,8 +43,8 @@ class ReshardedVersion:
 def reshard(
     parameters: Sequence[Parameter], trainer: TrainerLayout, engines: Sequence[EngineLayout]
 ) -> tuple[ReshardedVersion, ...]:
-    """Return the shards between a trainer and its engines. Raises ValueError if a layout cannot divide a parameter, or
-    an endpoint needs elements that no trainer rank has."""
+    """Return the shards that bring the parameters from a trainer to its engines. Raises ValueError if a layout cannot
+    divide a parameter, or if an endpoint needs elements that no trainer rank has."""
     parts: _Parts = {}
     known: dict[tuple[object, ...], list[_Cell]] = {}
     for parameter in sorted(parameters, key=lambda each: each.name):
@@ -61,8 +62,8 @@ def reshard_boxes(
     needing: Mapping[int, Mapping[str, Sequence[Box]]],
 ) -> tuple[ReshardedVersion, ...]:
     """Return the shards for given boxes. `tensors` has the shape and the bytes per element of each tensor. `having` and
-    `needing` have the boxes that each endpoint holds and needs. The function is fast if equal endpoints share one
-    mapping object. Raises ValueError if an endpoint needs elements that no endpoint has."""
+    `needing` have the boxes that each endpoint holds and needs. The function is faster if endpoints with equal boxes
+    share one mapping object. Raises ValueError if an endpoint needs elements that no endpoint has."""
     groups = _alike(having), _alike(needing)
     parts: _Parts = {}
     known: dict[tuple[object, ...], list[_Cell]] = {}
@@ -124,7 +125,8 @@ def _owned(name: str, groups: Iterable[tuple[list[int], Mapping[str, Sequence[Bo
 
 
 def _cells(name: str, having: Mapping[Box, Sequence[int]], needing: Mapping[Box, Sequence[int]]) -> list[_Cell]:
-    """Return the needed elements of a tensor by holders and receivers, in boxes as large as possible."""
+    """Return the needed elements of a tensor by holders and receivers, in boxes as large as possible. Raises ValueError
+    if no endpoint holds an element that is needed."""
     if not needing:
         return []
     everyone = (*having, *needing)

@@ -1,10 +1,11 @@
-"""Plan waves of depth 0 for small pieces, in which an endpoint never forwards a piece in the wave in which it receives
-it. Has no side effects.
+"""Plan waves for small pieces, in which no endpoint forwards a piece in the wave in which it receives the piece. Has no
+side effects.
 
-If edges follow each other in one wave, a piece waits for a whole chunk at each edge; a piece of a few chunks arrives
-sooner without such waits. In each wave, every endpoint with a piece sends it to an endpoint that lacks it, the oldest
-piece first, so that rare pieces find free senders. When a piece has reached all its receivers in a pod, another piece
-for the same receivers enters the pod."""
+If edges follow each other in one wave, a piece waits for a whole chunk at each edge. A piece of a few chunks arrives
+sooner without these waits. In each wave, endpoints that have a piece send it to endpoints of their pod that lack it.
+Larger pieces are sent first; among pieces of similar size, the piece that entered the pod first is preferred. Free
+circuits bring further pieces into the pods.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Group:
-    """Pieces, largest first, that the same receivers of a pod miss and that no endpoint of the pod has."""
+    """The pieces, largest first, that the same receivers of a pod miss and that no endpoint of the pod has."""
 
     pod: int
     receivers: Ints
@@ -55,8 +56,8 @@ class _Budget:
 
 
 def rounds(problem: SyncProblem, piece_bytes: int) -> Iterator[Wave]:
-    """Yield waves for shards cut into equal pieces of at most `piece_bytes`. Raises Unreachable if no wave can bring
-    the missing pieces."""
+    """Yield the waves that deliver all shards, cut into about equal pieces of at most `piece_bytes`. Raises Unreachable
+    if no wave can bring the missing pieces."""
     making = _Rounds(problem, piece_bytes)
     while making.left:
         yield making.wave()
@@ -161,8 +162,8 @@ class _Rounds:
             missing = missing[self._missing[piece.number, missing]]
 
     def _through_tors(self, budget: _Budget, size: float, sources: Ints, missing: Ints) -> tuple[Ints, Ints]:
-        """Return pairs of sources and destinations. They are below the same ToR if possible, otherwise below ToRs that
-        both have free capacity."""
+        """Return pairs of a source and a destination, as two arrays. The endpoints of a pair are below the same ToR if
+        possible, otherwise below ToRs that both have free capacity."""
         tor = self._problem.tor
         out, into = budget.tor_out.copy(), budget.tor_in.copy()
         lacking = missing.tolist()
@@ -183,8 +184,8 @@ class _Rounds:
         return columns[0], columns[1]
 
     def _enter(self, budget: _Budget, seconds: float, least_bytes: int, taken: list[float]) -> None:
-        """Send pieces into pods from other pods: for each group, as many as a single receiver can receive in a wave.
-        `taken` has the gigabits already sent to each group in the wave."""
+        """Send pieces of at least `least_bytes` into pods from other pods: for each group, as many pieces as a single
+        receiver can receive in a wave. `taken` has the gigabits already sent to each group in the wave."""
         order = sorted(
             (number for number, group in enumerate(self._groups) if group.waiting),
             key=lambda number: -sum(piece.bytes for piece in self._groups[number].waiting),
@@ -205,7 +206,8 @@ class _Rounds:
     def _cross(self, budget: _Budget, group: _Group, least_bytes: int) -> _Piece | None:
         """Send one piece into the group's pod and return it. Return None if no piece can be sent. Sources in pods that
         do not need the piece are preferred, and so are pieces that no other pod has received yet. A source in a pod
-        that also needs the piece is the last choice, because it uses two of the circuits by which pods receive."""
+        that also needs the piece is the last choice, because the crossing then uses circuits of two pods that receive
+        pieces."""
         best: tuple[int, _Piece, int, int] | None = None
         seeds: dict[int, int | None] = {}  # [bytes]
         least = 2 if not budget.circuits[self._roots].any() else 0 if self._unseen else 1  # lowest possible rank

@@ -1,14 +1,16 @@
-"""Compute the part of each tensor of a checkpoint that an engine's ranks load, by its Hugging Face name. Has no side
-effects.
+"""Compute the part of each tensor of a checkpoint that an engine's ranks load, by the tensor's Hugging Face name. Has
+no side effects.
 
-The division is that of decoders in vLLM (`layout.py` lists the sources). Loading too much of a tensor wastes bandwidth,
-but loading too little breaks the model. Therefore a tensor is loaded whole if names and shapes do not determine its
-division. This applies to unknown names, uneven divisions, KV heads of unknown size, shared experts, and the division
-inside experts that are stored as one tensor. The embedding also goes to the last stage, because tied models load it
-there.
+Tensors are divided as in vLLM's decoder models (`layout.py` lists the sources). Loading too much of a tensor wastes
+bandwidth, but loading too little breaks the model. Therefore a tensor is loaded whole if names and shapes do not
+determine its division. This applies to unknown names, uneven divisions, KV heads of unknown size, shared experts, and
+the division inside experts that are stored as one tensor. The embedding also goes to the last stage, because tied
+models load it there.
 
-Ranks are those of one replica. Set TP and EP to 1 in two cases. With data parallelism and no expert parallelism, vLLM
-divides experts over DP x TP. With dynamic expert placement (EPLB), names do not determine an expert's rank."""
+Ranks are those of one replica. Set TP and EP to 1 for data parallelism without expert parallelism, because vLLM then
+divides experts over DP x TP. Do the same for dynamic expert placement (EPLB), because names then do not determine an
+expert's rank.
+"""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,7 +85,7 @@ def needed_boxes(shapes: Shapes, share: EngineShare) -> dict[str, tuple[Box, ...
 
 
 def _stages(shapes: Shapes, pp: int) -> tuple[int, ...]:
-    """Return the stage of each layer; empty if layers cannot be counted."""
+    """Return the pipeline stage of each layer, or an empty tuple if the layers cannot be counted."""
     layers, drafts = set(), set()
     for name in shapes:
         if match := _LAYER.match(name):
@@ -114,8 +116,8 @@ def _experts(shapes: Shapes) -> dict[str, int]:
 
 
 def _of_experts(name: str, whole: Box, counts: Mapping[str, int], ep: int, ranks: Iterable[int]) -> list[Box]:
-    """Return the part of an expert tensor that the ranks load. Each rank loads consecutive experts. If they do not
-    divide evenly, the first ranks have one more."""
+    """Return the boxes of an expert tensor that the ranks load. Each rank loads consecutive experts. If the experts do
+    not divide evenly, the first ranks load one more."""
     if match := _EXPERT.search(name):
         own = _even_experts(counts[name[: match.start()]], ep, ranks)
         return [whole] if any(first <= int(match[1]) < last for first, last in own) else []
@@ -162,9 +164,9 @@ def _divided(
 
 
 def _kv_heads(name: str, shape: tuple[int, ...], shapes: Shapes) -> int:
-    """Return the number of KV heads, or 0 if unknown. The number is derived from the size of a head's norm. If there
-    are as many KV heads as query heads, the number of rows is sufficient, because TP divides the rows. An unknown
-    number could be below the number of ranks, in which case vLLM copies heads."""
+    """Return the number of KV heads, or 0 if it is unknown. The number is derived from the size of a head's norm. If
+    there are as many KV heads as query heads, the number of rows is returned, which is sufficient because TP divides
+    the rows. Otherwise, the rows do not suffice, because vLLM copies heads if there are fewer heads than ranks."""
     before = name[: name.rindex(".self_attn.") + len(".self_attn.")]
     norm = shapes.get(f"{before}k_norm.weight")
     if norm is not None and len(norm) == 1 and shape[0] % norm[0] == 0:

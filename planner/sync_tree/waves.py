@@ -1,10 +1,12 @@
 """Fill waves: choose the pieces that are sent at once, and their crossings between pods (phase A). Has no side effects.
 
-A wave is filled one piece and one pod at a time, as long as its delivery rate does not drop. The next piece goes to the
-group that has received the least in this wave. If several groups have received equally little, it goes to the group
-that misses the most. A piece crosses into each pod once, to a seed, from a holder or from another pod that has it, so
-that a pod's circuits are used in both directions. A piece waits for a later wave if no circuit is free, or all its
-senders would prolong the wave. `edges.py` sets the rates."""
+A wave is filled one piece and one pod at a time, as long as its delivery rate does not drop. A group consists of the
+receivers of a pod that miss the same pieces. The next piece goes to the group that has received the least in this wave.
+If several groups have received equally little, it goes to the group that misses the most. A piece enters each pod once,
+at one endpoint (the seed). The piece comes from a holder or from another pod that has it, so that a pod's circuits are
+used in both directions. A piece waits for a later wave if no circuit is free, or if all its senders would prolong the
+wave. `edges.py` sets the rates.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -134,8 +136,8 @@ class _Filling:
                 self._turn += 1
 
     def _most_roots(self, making: WaveDraft) -> tuple[int, int]:
-        """Return the maximum numbers of crossings per piece and per family in one wave that may start in pods that need
-        no shard."""
+        """Return how many crossings may start in one wave in pods that need no shard: the maximum per piece, and the
+        maximum per family of pieces with the same receivers."""
         needed = {group.pod for group in self._groups if group.pieces}
         free = [pod for pod in range(len(self._problem.pods)) if pod not in needed]
         circuits = int(making.circuits[free].sum())
@@ -151,7 +153,8 @@ class _Filling:
     def _take(
         self, making: WaveDraft, group: PieceGroup, candidates: Sequence[ShardPiece], most_roots: tuple[int, int]
     ) -> ShardPiece | None:
-        """Add the candidate that delays the wave least and return it. Return None if no candidate fits."""
+        """Add to the wave the candidate that delays it least, and return the candidate. Return None if no candidate
+        fits."""
         best: tuple[tuple[float, ...], ShardPiece, int, int, float] | None = None
         for order, piece in enumerate(candidates):
             floor_s = self._floor_s(making, group, piece)
@@ -187,7 +190,7 @@ class _Filling:
 
     def _can_spread(self, making: WaveDraft, group: PieceGroup, piece: ShardPiece, floor_s: float) -> bool:
         """Return whether the group's receivers can send the piece to each other in addition to the pieces that they
-        already send."""
+        already send in the wave."""
         number = piece.groups[group.pod]
         inside = self._sent_inside(group, piece) * piece.gigabits
         return not inside or making.group_sent[number] + inside <= floor_s * self._group_gbps[number] / _LESS
@@ -267,8 +270,8 @@ class _Filling:
         making.seeds.setdefault(id(piece), {})[pod] = seed, above + 1
 
     def _least_busy(self, making: WaveDraft, piece: ShardPiece, ends: Ints, pod: int) -> int:
-        """Return the least busy of these endpoints in a pod, by the load of the endpoints and their ToRs. Equally busy
-        endpoints are chosen alternately."""
+        """Return the least busy of the endpoints `ends` of a pod, by the load of the endpoints and their ToRs. Equally
+        busy endpoints are chosen alternately."""
         key = id(ends), piece.bytes
         known = making.least.get(key)
         if known is None or known[0] != making.changes[pod]:
@@ -331,7 +334,8 @@ def _grouped(problem: SyncProblem, style: BroadcastStrategy) -> list[PieceGroup]
 
 
 def _in_turn(problem: SyncProblem) -> list[int]:
-    """Return the needed shards. Shards held in different pods alternate, so that all holders are always sending."""
+    """Return the indices of the shards that have receivers. Shards held in different pods alternate, so that all
+    holders keep sending."""
     counts: Counter[frozenset[int]] = Counter()
     order: list[tuple[int, int]] = []
     for number, shard in enumerate(problem.shards):

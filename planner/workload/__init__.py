@@ -1,1 +1,1 @@
-"""Output lengths: statistics of recent steps, forecasts, samples."""
+"""Output lengths: the statistics of recent steps, forecasts and samples."""

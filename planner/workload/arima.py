@@ -34,7 +34,7 @@ class NotForecast(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LengthComponent:
-    """The forecast of a component: its coordinate in the next step, in units of the sampling noise of one request."""
+    """The forecast of one component's coordinate in the next step, in units of the sampling noise of one request."""
 
     order: tuple[int, int, int]
     mean: float
@@ -43,7 +43,8 @@ class LengthComponent:
 
 @dataclass(frozen=True, slots=True)
 class FittedArima:
-    """The order and the parameters fitted to one component, whose values were divided by `scale`."""
+    """The order and the parameters of the ARIMA model of one component. The component's values were divided by
+    `scale`."""
 
     order: tuple[int, int, int]
     parameters: tuple[float, ...]
@@ -51,8 +52,8 @@ class FittedArima:
     aicc: float  # Akaike's information criterion, corrected for short series
 
     def forecast(self, values: NDArray[np.float64]) -> tuple[float, float]:
-        """Return the mean and the standard deviation of the value after `values`. Raises NotForecast if one is not
-        finite."""
+        """Return the forecast mean and standard deviation of the value after `values`. Raises NotForecast if either is
+        not finite."""
         found = _arima(values / self.scale, self.order).filter(np.array(self.parameters)).get_forecast(1)
         mean, std = float(found.predicted_mean[0]), float(found.se_mean[0])
         if not np.isfinite(mean) or not np.isfinite(std):
@@ -72,15 +73,15 @@ class LengthComponents:
     models: tuple[FittedArima, ...]
 
     def coordinates(self, history: Shares) -> NDArray[np.float64]:
-        """Return the coordinates of `history` as an array indexed by step and component, or by component for one
-        step."""
+        """Return the coordinates of `history` as an array indexed by step and component, or only by component if
+        `history` is a single step."""
         projected: NDArray[np.float64] = ((history - self.centre) / self.bin_scale) @ self.directions
         return projected
 
     def forecast(self, history: Shares, average: Shares) -> tuple[Shares, tuple[LengthComponent, ...]]:
         """Return the forecast shares of the next step, and the forecast of each component.
 
-        The shares are `average`, moved along the components towards their forecasts.
+        The shares are `average`, moved part of the way along the components towards their forecasts.
         """
         values = self.coordinates(history)
         found = [model.forecast(values[:, place]) for place, model in enumerate(self.models)]
@@ -90,7 +91,8 @@ class LengthComponents:
         return shares / shares.sum(), forecasts
 
     def astray(self, history: Shares, steps: int) -> bool:
-        """Return whether the errors of the last `steps` forecasts were far larger than the models' variances."""
+        """Return whether the mean squared error of the last `steps` forecasts was far larger than the models'
+        variances."""
         if steps < 2:
             return False
         values = self.coordinates(history)
@@ -129,8 +131,8 @@ def fit_components(history: Shares, requests: float) -> LengthComponents:
 
 
 def choose_order(values: NDArray[np.float64], orders: Sequence[tuple[int, int, int]] = ORDERS) -> FittedArima:
-    """Return the fitted model with the lowest AICc. Raises NotForecast if `values` are constant or no order can be
-    fitted."""
+    """Return the fitted model with the lowest corrected Akaike information criterion. Raises NotForecast if `values`
+    are constant or no order can be fitted."""
     scale = float(values.std())
     if not np.isfinite(scale) or scale <= 0:
         raise NotForecast(f"the standard deviation of a component must be finite and > 0, got {scale}")

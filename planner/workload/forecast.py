@@ -1,5 +1,5 @@
-"""Forecast the remaining tokens of the requests in flight: distributions, a histogram, one estimate each. Has no side
-effects.
+"""Forecast the remaining tokens of the requests in flight, as distributions, as a histogram and as one estimate per
+request. Has no side effects.
 
 Section 4.1 of the paper uses step-level distributions instead of a guess per request. The length of a running request
 is known only up to its current length, and that of an output cut by `max_tokens` only up to the cut. Both are treated
@@ -39,9 +39,9 @@ Tokens = NDArray[np.int64]
 class ConditionalLengths:
     """Distributions of an output's length given its generated tokens: a common distribution, and one for each tag.
 
-    All methods take numbers or arrays that broadcast: `generated_tokens`, `limit_tokens` (where an output is cut; 0
-    means `max_output_tokens`) and `rows`, which `rows_of` returns for tags. The upper edge of a bin is used as the
-    length of all its outputs.
+    The arguments of the methods are numbers or arrays that broadcast: `generated_tokens`, `limit_tokens` (where an
+    output is cut; 0 means `max_output_tokens`) and `rows`, which `rows_of` returns for tags. The upper edge of a bin is
+    used as the length of all its outputs.
     """
 
     bin_tokens: int
@@ -56,7 +56,8 @@ class ConditionalLengths:
     def quantile(
         self, generated_tokens: ArrayLike, q: ArrayLike, rows: ArrayLike = 0, limit_tokens: ArrayLike = 0
     ) -> Tokens:
-        """Return the number of remaining tokens, at least 1, that is not exceeded with probability `q` (0 to 1)."""
+        """Return the number of remaining tokens, at least 1, that an output does not exceed with probability `q` (0 to
+        1)."""
         alike = np.ndim(q) == 0
         generated, q, rows, limits = np.broadcast_arrays(generated_tokens, q, rows, limit_tokens)
         limits, done, last = self._reach(generated, limits)
@@ -91,8 +92,8 @@ class ConditionalLengths:
     def of(self, requests: Sequence[RequestView]) -> list[list[int]]:
         """Return, for each request, its remaining tokens in each of several equally likely scenarios, at least 1.
 
-        Each request has a separate draw per scenario from its conditional distribution. The draws of a request are
-        spread evenly over the scenarios and use the same quantiles in every tick.
+        The scenarios of a request are evenly spaced quantiles of its conditional distribution. Their offset depends
+        only on the request's id, so that a request has the same quantiles in every tick.
         """
         count = len(requests)
         if not count:
@@ -106,7 +107,8 @@ class ConditionalLengths:
         return found
 
     def remaining(self, generated_tokens: Tokens, rows: Tokens, limit_tokens: Tokens) -> Histogram:
-        """Return the expected histogram of the remaining tokens of the requests that the arguments describe."""
+        """Return the expected histogram of the remaining tokens of requests. The arguments are arrays indexed by
+        request."""
         limits, done, last = self._reach(generated_tokens, limit_tokens)
         counts = np.zeros(self.survival.shape[1])
         at_limit = self.survival[rows, last - 1] / self.survival[rows, done]
@@ -125,7 +127,8 @@ class ConditionalLengths:
         return Histogram(self.bin_tokens, tuple(counts[:used].tolist()))
 
     def _reach(self, generated: Tokens, limits: Tokens) -> tuple[Tokens, Tokens, Tokens]:
-        """Return each output's limit in tokens, the bins that it has outlived, and the last bin in which it can end."""
+        """Return each output's limit in tokens, the number of bins that it has outlived, and the last bin in which it
+        can end (counted from 1)."""
         limits = np.where(limits > 0, np.minimum(limits, self.max_output_tokens), self.max_output_tokens)
         done = np.minimum(generated // self.bin_tokens, self.survival.shape[1] - 2)
         return limits, done, np.maximum(done + 1, -(-limits // self.bin_tokens))
@@ -149,8 +152,8 @@ class Forecast:
     rows: Tokens = field(default_factory=lambda: np.zeros(0, np.int64), compare=False, repr=False)
 
     def remaining_at(self, quantiles: ArrayLike) -> Tokens:
-        """Return the remaining tokens of each request at `quantiles`, which are broadcast with an array over
-        requests."""
+        """Return the remaining tokens of each request at `quantiles` of its distribution. `quantiles` is broadcast over
+        the requests."""
         if self.lengths is None:
             return np.zeros(0, dtype=np.int64)
         return self.lengths.quantile(self.generated_tokens, quantiles, self.rows, self.limit_tokens)
@@ -205,7 +208,7 @@ def conditional_lengths(
     """Estimate the distributions of output lengths: a common distribution, and one for each tag.
 
     The inputs are finished outputs, running outputs (`generated_tokens` and `tags` of each) and the forecast made
-    `before` the step.
+    `before` the step. Raises ValueError if the bins of `before` differ in number or size.
     """
     bins = ceil(max_output_tokens / bin_tokens)
     if before is not None and (before.bin_tokens, len(before.shares)) != (bin_tokens, bins):
@@ -294,7 +297,7 @@ class _Seen:
         """Count ends and running requests by bin.
 
         A running request is added to the number at risk in its current bin, weighted by the fraction of the bin that it
-        has generated. Without it, the outputs that ended in this bin would appear to be all outputs that reach the bin.
+        has generated. Otherwise, the outputs that ended in this bin would appear to be all outputs that reach the bin.
         """
         bins = len(counts.ended)
         done = np.minimum(generated // bin_tokens, bins)
@@ -369,8 +372,8 @@ class _Prior:
 def _tail_exponent(ends: NDArray[np.float64], at_risk: NDArray[np.float64], longest: int) -> float:
     """Return the exponent of the power law by which outputs become rarer, in bins from half of `longest` on.
 
-    The result is the most likely exponent, with a weak prior of 1. It is limited to at least 1, because few outputs
-    have ended early in a step, which is no evidence about long outputs.
+    The result is the most likely exponent, with a weak prior of 1. It is limited to at least 1, because early in a step
+    only few outputs have ended, which is no evidence that long outputs are common.
     """
     late = np.arange(max(1, longest // 2), longest)
     doubled = float(at_risk[late] @ np.log1p(1.0 / late))

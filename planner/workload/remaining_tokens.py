@@ -1,9 +1,9 @@
 """Estimate the remaining tokens of each request for the fast loop. Estimates are smooth in the request's age and stable
 over ticks. Has no side effects.
 
-The distribution of lengths is conditioned on the generated tokens. Its mean jumps from bin to bin. If requests on two
-engines are on opposite sides of a jump, a move would seem to be beneficial. Means are therefore calculated at a few
-ages only and interpolated linearly, so that requests of similar age have similar errors.
+The distribution of lengths is conditioned on the generated tokens. Its mean jumps from bin to bin. If similar requests
+on two engines are on opposite sides of a jump, a move would seem beneficial although it is not. Means are therefore
+calculated at a few ages only and interpolated linearly, so that requests of similar age have similar errors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,8 @@ class KnownLengths:
 
 
 class RemainingTokensEstimator:
-    """Estimates remaining tokens, and rebuilds its distribution for a new step or after enough new lengths."""
+    """Estimates remaining tokens. The distribution is rebuilt for a new step, for a new forecast, or after enough new
+    lengths."""
 
     def __init__(self) -> None:
         self._lengths: ConditionalLengths | None = None

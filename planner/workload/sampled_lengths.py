@@ -1,8 +1,8 @@
 """Sample the remaining tokens of each request. Has no side effects, and is deterministic for a given seed.
 
-A plan must be good for any lengths, so candidates are compared on the same samples. In each sample, every request has a
-separate draw from its conditional distribution. The longest of a few requests differs much between samples, and so may
-the best fleet. The samples show this variation.
+A plan must be good for any likely lengths, so candidates are evaluated on several samples, which are the same for all.
+In each sample, every request has a separate draw from its conditional distribution. The greatest length among a few
+requests differs much between samples, and so may the best fleet.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,12 +30,13 @@ class SampledLengths:
     long: NDArray[np.int64]  # [request]
 
     def at(self, requests: NDArray[np.int64]) -> "SampledLengths":
-        """Return the lengths of the requests with these indices."""
+        """Return the lengths of the requests with the indices `requests`."""
         return SampledLengths(self.samples[:, requests], self.expected[requests], self.long[requests])
 
 
 def sampled(expected: Forecast, requests: int, count: int, seed: int) -> SampledLengths:
-    """Return `count` samples of the forecast."""
+    """Return `count` samples of the remaining tokens of the forecast's requests, of which there are `requests`. The
+    mean and a high quantile of each request's distribution are included."""
     rng = np.random.default_rng(seed)
     samples = np.empty((count, requests), dtype=np.int64)
     for row in samples:
@@ -46,8 +47,8 @@ def sampled(expected: Forecast, requests: int, count: int, seed: int) -> Sampled
 
 
 def averaged(requests: Sequence[RequestView], output_tokens: Sequence[int], max_output_tokens: int) -> SampledLengths:
-    """Return lengths as if every output had the mean length. An output that is already longer is assumed to be about to
-    end."""
+    """Return remaining tokens as if every output had the mean length of `output_tokens`, or half of `max_output_tokens`
+    if there are none. An output that is already longer is assumed to be about to end."""
     mean_tokens = float(np.mean(output_tokens)) if len(output_tokens) else max_output_tokens / 2
     limits = np.array([min(each.max_tokens or max_output_tokens, max_output_tokens) for each in requests], np.int64)
     generated = np.array([request.generated_tokens for request in requests], dtype=np.int64)
@@ -57,8 +58,8 @@ def averaged(requests: Sequence[RequestView], output_tokens: Sequence[int], max_
 def with_known_lengths(
     requests: Sequence[RequestView], output_tokens: Mapping[RequestId, int], otherwise: SampledLengths
 ) -> SampledLengths:
-    """Return exact lengths for the requests in `output_tokens`, and the expected lengths of `otherwise` for all other
-    requests."""
+    """Return exact remaining tokens for the requests whose output lengths are in `output_tokens`, and the expected
+    remaining tokens of `otherwise` for all other requests."""
     remaining = [
         output_tokens[request.id] - request.generated_tokens if request.id in output_tokens else int(estimate)
         for request, estimate in zip(requests, otherwise.expected, strict=True)

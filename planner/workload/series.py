@@ -102,7 +102,8 @@ class StepStatistics:
 
 @dataclass(frozen=True, slots=True)
 class MethodError:
-    """A method's forecast error: the sum over bins of absolute errors of shares, weighted towards recent steps."""
+    """A method's forecast error, averaged over steps with more weight on recent steps. The error in a step is the sum
+    of the absolute errors of the shares of all bins."""
 
     method: str
     error: float
@@ -129,7 +130,8 @@ class StepForecast:
         return Histogram(self.bin_tokens, tuple(share * requests for share in self.shares))
 
     def std(self, requests: float) -> NDArray[np.float64]:
-        """Return the standard deviation of a step's counts in each bin, including the error of the forecast."""
+        """Return the standard deviation of the count in each bin, for a step of `requests` outputs, including the
+        forecast's error."""
         shares = np.array(self.shares)
         return np.sqrt(requests * shares * (1.0 - shares) * self.dispersion)
 
@@ -167,7 +169,8 @@ class SeriesForecaster:
         return kept._forecast()
 
     def _scored(self, step: StepStatistics) -> "SeriesForecaster":
-        """Return a copy with the methods' forecasts scored against the step."""
+        """Return a copy with the methods' forecasts scored against the step. If the step deviates from its forecast far
+        more than usual, return the start of a new series."""
         if self.next is None:
             return self
         shares, requests = step.lengths.shares(), step.lengths.total
@@ -213,7 +216,7 @@ class SeriesForecaster:
         return replace(self, next=following, forecasts=forecasts, components=components, fit_age_steps=age, fits=fits)
 
     def _choice(self, refused: str) -> tuple[str, str]:
-        """Return the method with the least recent error, and the reason for it."""
+        """Return the method with the least recent error, and the reason for choosing it."""
         if len(self.steps) < 2:
             return "last_step", "only one step is known"
         candidates = ["ewma", "last_step"] + ([] if refused else ["arima"])
@@ -273,7 +276,7 @@ def extended(survival: NDArray[np.float64], longest: int, exponent: float = 1.0)
 
 
 def dispersion(forecast: Shares, actual: Shares, requests: float) -> float:
-    """Return the mean squared error of the forecast relative to the error of sampling `requests` alone.
+    """Return the mean squared error of the forecast relative to the error of sampling `requests` outputs alone.
 
     The errors are taken over bands of bins with a few expected requests each.
     """

@@ -65,11 +65,12 @@ class GlimmerglassTl1Wire(Tl1Wire):
 
     async def read_ports(self) -> Sequence[PortState]:
         """Return the state of every port. An input and an output with the same number are reported as one port, with
-        the worse status of the two and the power of the input (of the output if the device lists no power for the
-        input)."""
+        the worse status of the two and the power of the input, or of the output if the device reports no power for
+        the input."""
         sides = [fields(line) for line in await self.ask("RTRV-CFG-FIBER::all:<ctag>;")]
         powers = [fields(line) for line in await self.ask("rtrv-port-power::all:<ctag>;")]
-        dbm = {_port(found, "PORTID"): measured(found.get("PORTPOWER", "")) for found in powers}
+        read = {_port(found, "PORTID"): measured(found.get("PORTPOWER", "")) for found in powers}
+        dbm = {side: value for side, value in read.items() if value is not None}
         status = {side: _status(found) for found in sides if (side := _port(found, "PORTID"))}
         last = max(self.ingress[-1], self.egress[-1])
         return [

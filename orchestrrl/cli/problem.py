@@ -103,7 +103,7 @@ def _read(source: str) -> bytes:
     try:
         return sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
     except OSError as error:
-        raise ProblemFaults([f"(document): cannot be read from {shorten(source)}: {error.strerror}"]) from error
+        raise ProblemFaults([f"(document): cannot be read from {source!r}: {error.strerror}"]) from error
 
 
 class _Object(dict[str, Any]):

@@ -333,7 +333,10 @@ GLIMMERGLASS_SAYS: dict[str, str | None] = {
         '"GGN:PORTID=10002,PORTNAME=,PORTDIR=input,PORTHEALTH=good,PORTCAT=nor,PORTPRIV=0x0"\n'
         '"GGN:PORTID=20001,PORTNAME=,PORTDIR=output,PORTHEALTH=bad,PORTCAT=nor,PORTPRIV=0x1"'
     ),
-    "rtrv-port-power": '"GGN:PORTID=10001,PORTNAME=,PORTPOWER=-49.162"',
+    "rtrv-port-power": (
+        '"GGN:PORTID=10001,PORTNAME=,PORTPOWER=-49.162"\n"GGN:PORTID=10002,PORTNAME=,PORTPOWER=NONE"\n'
+        '"GGN:PORTID=20002,PORTNAME=,PORTPOWER=-7.5"'
+    ),
     "rtrv-crs-fiber": (
         '"GGN:IPORTID=10001,IPORTNAME=,OPORTID=0,OPORTNAME=,CONNID=0,CONNSTATE=single,CONNCAUSE=none,INPWR=-49.162"\n'
         '"GGN:IPORTID=10002,IPORTNAME=,OPORTID=20003,OPORTNAME=,CONNID=0,CONNSTATE=fault,'
@@ -349,7 +352,7 @@ async def test_glimmerglass_exchange_matches_documentation() -> None:
         assert (facts.model, facts.serial, facts.software, facts.ports) == ("System-300", "300-117", "3.4.1", 4)
         ports = await driver.ports()
         assert [port.status for port in ports[:2]] == [PortStatus.FAILED, PortStatus.DISABLED]
-        assert ports[0].power_dbm == -49.162
+        assert [port.power_dbm for port in ports[:3]] == [-49.162, -7.5, None]
         assert (await driver.cross_connects()).circuits == (
             DeviceCircuit(CrossConnect(2, 3), CircuitState.FAILED),
             DeviceCircuit(CrossConnect(4, 4)),

@@ -12,7 +12,7 @@ from orchestrrl.cli.fleet.status import fabric_control_text, name_of_period, per
 from orchestrrl.cli.formats import duration, time_of_day
 from orchestrrl.cli.lazy import ControlClient, fabric_pb2
 from orchestrrl.cli.output import Columns, Output, View, fail, raise_faults, stdout, table
-from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.core.errors import OutcomeUnknown, ProblemFaults
 from orchestrrl.rpc.plain_values import plain
 
 CIRCUITS_SHOWN = 40
@@ -96,6 +96,8 @@ async def announce(
         if not as_json and seen["state"] != last.get("state"):
             stdout().print(escape(period_text(seen)))
         last = seen
+    if not last:
+        raise OutcomeUnknown(f"the daemon at {client.address} closed the call without a response")
     failed = last["state"] not in ("committed", "kept")
     return Output(last, map(escape, last["notes"]), failure="" if failed else None)
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import grpc
 
 from orchestrrl.rpc.channel import SERVER_OPTIONS
-from orchestrrl.rpc.pb import agent_pb2, control_pb2_grpc, telemetry_pb2
+from orchestrrl.rpc.pb import agent_pb2, control_pb2_grpc, fabric_pb2, fabric_pb2_grpc, telemetry_pb2
 from orchestrrl.rpc.pb import control_pb2 as pb
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -334,6 +334,16 @@ async def refuse(context: Context, code: grpc.StatusCode, details: str) -> NoRet
     await context.abort(code, details)
 
 
+class SilentFabric(fabric_pb2_grpc.FabricServicer):
+    """A fabric service that ends each call without a report, as a daemon does that stops."""
+
+    async def AnnouncePeriod(  # type: ignore[override]
+        self, request: fabric_pb2.AnnouncePeriodRequest, context: Context
+    ) -> AsyncIterator[fabric_pb2.PeriodReport]:
+        for report in ():
+            yield report
+
+
 class Serving:
     """Context manager that serves a daemon and sets `daemon.address`: `with Serving(daemon, "127.0.0.1:0"):`."""
 
@@ -356,6 +366,7 @@ class Serving:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         server = grpc.aio.server(options=SERVER_OPTIONS)
         control_pb2_grpc.add_ControlServicer_to_server(self._daemon, server)
+        fabric_pb2_grpc.add_FabricServicer_to_server(SilentFabric(), server)
         port = server.add_insecure_port(self._address)
         await server.start()
         unix = self._address.startswith("unix:")

@@ -171,6 +171,12 @@ def test_plan_explain_of_the_latest_plan_that_was_carried_out(daemon: FakeDaemon
     assert (both.exit_code, both.stderr) == (2, "--acted: cannot be combined with PLAN, got 'plan-3'\n")
 
 
+def test_announcement_without_a_report_has_an_unknown_outcome(daemon: FakeDaemon) -> None:
+    ended = run(daemon, "fabric", "announce", "gradients")
+    assert ended.exit_code == 1
+    assert ended.stderr.startswith(f"the daemon at {daemon.address} closed the call without a response (the outcome")
+
+
 def test_plan_explain_without_proposal_prints_no_bound() -> None:
     nothing = pb.Plan(
         plan_id="plan-4", decision="keep", reason_code="no_step_times", reason="no step times for e0: why"

@@ -105,7 +105,7 @@ def test_missing_library_is_reported_with_its_extra(monkeypatch: pytest.MonkeyPa
         monkeypatch.delitem(sys.modules, name)
     result = CliRunner().invoke(application(), ["ocs", "emulate", "--protocol", "netconf"])
     assert result.exit_code == 2
-    assert result.stderr.endswith("which is not installed: pip install 'orchestrrl[netconf]'\n")
+    assert result.stderr.endswith("which is not installed; run pip install 'orchestrrl[netconf]'\n")
     assert result.stderr.startswith("--protocol: netconf needs ")
 
 

@@ -289,7 +289,7 @@ async def test_operators_move_uses_the_same_path(harness: Harness) -> None:
         assert fleet.where["r00"] == "e1"
         assert len(harness.entries(EntryKind.OPERATION_RESULT)) == 1
         fleet.report()
-        with pytest.raises(Permanent, match="request r00 is on e1 already"):
+        with pytest.raises(Permanent, match="request r00 is already on e1"):
             await plane.fleet.move(RequestId("r00"), EngineId("e1"))
         with pytest.raises(ProblemFaults) as caught:
             await plane.fleet.move(RequestId("unknown"), EngineId("nowhere"))

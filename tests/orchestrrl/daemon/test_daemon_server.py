@@ -338,7 +338,7 @@ async def test_agents_reports_count_again_once_the_other_stream_has_ended(harnes
     [
         (
             agent_pb2.NodeMessage(result=agent_pb2.OperationResult(operation_id="1-1")),
-            "the first message must be a hello",
+            "the first message must be a hello, got result",
         ),
         (
             agent_pb2.NodeMessage(hello=agent_pb2.NodeHello()),

@@ -75,7 +75,7 @@ async def test_override_binds_all_periods_of_its_job_only(site: Harness, agent: 
     assert (await site.at_boundary(GEN)).moves > 0
     site.overrides.release("done")
     assert (await site.in_window(ACROSS_RAILS)).moves > 0
-    with pytest.raises(Permanent, match="known: "):
+    with pytest.raises(Permanent, match="periods with an intent: "):
         site.coordinator.override("nobody's", "", 0.0)
 
 

@@ -46,9 +46,9 @@ def test_experts_are_split_as_given() -> None:
     ("given", "reason"),
     [
         ({"pp_size": "2"}, "pipeline parallelism is not supported: pp_size must be 1, got 2"),
-        ({"model_path": "made/up-7b"}, "unknown model 'made/up-7b', known: "),
-        ({"system": "tpu_v5"}, "unknown GPU 'tpu_v5', known: "),
-        ({"backend": "tgi"}, "unknown backend 'tgi', known: trtllm, vllm, sglang"),
+        ({"model_path": "made/up-7b"}, "unknown model 'made/up-7b'; known models: "),
+        ({"system": "tpu_v5"}, "unknown GPU 'tpu_v5'; known GPUs: "),
+        ({"backend": "tgi"}, "unknown backend 'tgi'; known backends: trtllm, vllm, sglang"),
         ({"precision": "int3"}, "the quantisation must be one of "),
         ({"osl": "", "silicon_tpot_ms": " "}, "the row has no value for osl, silicon_tpot_ms"),
     ],

@@ -1,1 +1,1 @@
-"""The decisions of the fast loop. The modules have no side effects: they use no sockets, clocks or files."""
+"""Modules that make the decisions of the fast loop. They have no side effects: they use no sockets, clocks or files."""

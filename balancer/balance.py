@@ -1,5 +1,4 @@
-"""Decide one tick of the fast loop: select the workers of a snapshot, choose moves, and decide whether to make them.
-Has no side effects.
+"""Make the decisions of one tick of the fast loop. Has no side effects.
 
 `balanced_workers` selects the engines that take part. `decide_balance` chooses the moves and decides whether to make
 them. The daemon and the simulator call the same functions. If all step times and remaining lengths are known and no
@@ -162,8 +161,8 @@ def staying(workers: Sequence[Worker]) -> frozenset[RequestId]:
 
     Moving a waiting request costs nothing, but moving a running request costs a prefill. A running request therefore
     leaves its engine only if the engine has waiting requests, is stalled or is crowded. An engine is crowded if it runs
-    at least CROWDED_RATIO times as many requests as the emptiest engine would have after the move. Without this rule,
-    small errors in measured rates would cause requests to move back and forth.
+    at least CROWDED_RATIO times as many requests as the emptiest engine would have with one more request. Without this
+    rule, small errors in measured rates would cause requests to move back and forth.
     """
     fewest = min((len(worker.requests) for worker in workers), default=0)
     return frozenset(
@@ -330,7 +329,7 @@ def _slowed(configuration: Configuration, times: float) -> Configuration:
 
 def _slowdowns(workers: Sequence[Worker], configurations: Mapping[EngineId, Configuration]) -> dict[EngineId, float]:
     """Return the slowdown factor of each slow engine, relative to the median engine. An engine is slow if its ratio of
-    measured to configured step time is far above the median ratio."""
+    measured to configured step time is more than FAR_SLOWER times the median ratio."""
     ratios = {}
     for worker in workers:
         kv_tokens = sum(request.context_tokens for request in worker.running)

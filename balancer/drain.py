@@ -1,9 +1,10 @@
 """Choose destinations for the requests of engines that are being emptied. Has no side effects.
 
-Engines whose free KV holds the context of a request are preferred, then engines of the same pool. Among these, the
-request moves to the engine that has the smallest share of its slots in use after the move. Waiting requests move first,
-because moving them costs nothing. Then running requests move, short contexts first, because these are recomputed
-fastest and have the most tokens left. Ids break ties.
+Engines whose free KV has room for the context of a request are preferred, then engines of the pool that the request
+leaves. If several engines are equally preferred, the request moves to the one that has the smallest share of its slots
+in use after the move. Waiting requests move first, because moving them costs nothing. Then running requests move. Those
+with short contexts come first, because their contexts are recomputed fastest and they are expected to generate the most
+further tokens. Ids break ties.
 """
 
 from collections import Counter

@@ -114,7 +114,8 @@ class _Held:
 
     @property
     def overcommitted(self) -> bool:
-        """True if the held requests exceed the sequence slots or, even by an optimistic estimate, the KV capacity."""
+        """True if there are more held requests than sequence slots, or if their KV exceeds the KV capacity, even by an
+        optimistic estimate, in more scenarios than the accepted risk allows."""
         if self._overcommitted is None:
             kv_tokens = self._kv_tokens + ROUNDING_TOKENS * self._count
             over = sum(_overflows(_punctual(held), kv_tokens) for held in self._distributions)
@@ -165,7 +166,8 @@ def _punctual(held: Sequence[_Part]) -> list[_Part]:
 
 
 def _overflows(held: Sequence[_Part], kv_tokens: int) -> bool:
-    """Return whether requests that grow together exceed `kv_tokens` tokens of KV when any of them ends.
+    """Return whether the total KV of requests that grow together exceeds `kv_tokens` tokens just before any of them
+    ends.
 
     `held` is sorted by `until_tokens`, ascending. The longest requests are examined first.
     """

@@ -71,8 +71,10 @@ def concurrency_cap(
 
 
 def load_index(requests: int, cap: int, tokens_per_s: float) -> float:
-    """Return the load index (equation 5) in seconds per token and slot. The index is 0 if there are no requests.
+    """Return the load index (equation 5 of the paper) in seconds per token and slot. The index is 0 if there are no
+    requests.
 
+    `requests` is the number of the worker's requests, `cap` its concurrency cap, and `tokens_per_s` its decode rate.
     For rates close to 0, the index is clamped to the largest finite float.
     """
     if not requests:

@@ -83,7 +83,8 @@ def decide(
 
 
 def balance_of(workers: Sequence[Worker], moves: Sequence[RequestMove], stopped_because: str) -> Balance:
-    """Return the given moves, which another policy chose, with the load indices before and after them."""
+    """Return the balance of moves that another policy chose, with the load indices before and after the moves.
+    `stopped_because` is the reason why that policy chose no further moves."""
     fleet = _Fleet(workers, frozenset(), None)
     load_before, spread_before = fleet.load_indices(), fleet.spread
     fleet.carry_out_all(moves)
@@ -159,8 +160,8 @@ class _Load:
         """Return the worker's load after a request of `tokens` context tokens has arrived.
 
         Return None if the context does not fit, or if the arrival would lower the concurrency cap so far that some
-        requests must wait. A longer context gives a lower cap and a higher load index, so each call also updates the
-        bounds on other contexts.
+        requests must wait. Each call also updates the bounds `room`, `relief` and `no_burden` on the contexts of other
+        requests. This is possible because a longer context gives a lower cap and a higher load index.
         """
         if tokens > self.room:
             return None
@@ -271,8 +272,8 @@ class _Fleet:
     def _anywhere(
         self, source: _Load, departure: _Departure, left: _Holding, spread: float, rest: "_Rest"
     ) -> tuple[_Load, _Holding] | None:
-        """Return the least congested worker to which the move is feasible, with its load after the move. Return None if
-        there is no such worker."""
+        """Return the least congested worker to which the request `departure` can move, with that worker's load after
+        the move. Return None if there is no such worker. `left` is the source's load after the move."""
         context_tokens = departure[0]
         for place, room in enumerate(self._room):
             if room < context_tokens:
@@ -314,8 +315,9 @@ class _Fleet:
     def _among(
         self, source: _Load, places: Sequence[int], departure: _Departure, left: _Holding, spread: float, rest: "_Rest"
     ) -> tuple[_Load, _Holding] | None:
-        """Return the first worker at the positions `places`, except the source, to which the move is possible and
-        lowers the spread. Also return that worker's load after the move. Return None if there is no such worker."""
+        """Return the first worker at the positions `places`, except the source, to which the request `departure` can
+        move and for which the move lowers the spread. Also return that worker's load after the move. Return None if
+        there is no such worker. `left` is the source's load after the move."""
         for destination in map(self._loads.__getitem__, places):
             arrived = destination.having(departure[0])
             if (
@@ -390,8 +392,9 @@ class _Fleet:
 class _Rest:
     """The two lowest and the two highest load indices of the workers other than the source.
 
-    With these four indices, the spread after any move is calculated without a search. Removing the destination changes
-    the range of the other workers' indices only if the destination is one of the `extremes`.
+    With these four indices, the spread after any move is calculated without a search. The lowest and the highest index
+    of the workers that do not take part in the move are those of this object, unless the destination is one of the
+    `extremes`. In that case, the second lowest or the second highest index replaces the destination's.
     """
 
     __slots__ = ("_highest", "_lowest", "_second_high", "_second_low", "high", "low")

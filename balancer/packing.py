@@ -5,13 +5,13 @@ This is an alternative to the paper's rule (load_index_moves.py).
 
 An iteration of an engine takes `alpha + beta*sequences + gamma*kv_tokens` seconds. If the engine runs all its requests
 at once, it finishes after `alpha * longest + sum(beta*r + gamma*(c*r + r*r/2))` seconds. Here, c is the context and r
-the number of remaining tokens of each request, and `longest` is the largest r.
+is the number of remaining tokens of each request, and `longest` is the largest r.
 
-Every engine with a long request pays `alpha * longest`, so long requests belong together, on engines with few other
-requests. The expected remaining length of a request is the mean of the distribution of all output lengths, given the
-number of tokens that the request has generated. Requests of equal age have equal expected lengths and are spread
-evenly. If the distribution has a heavy tail, older requests have more tokens left. These requests stay together on
-engines from which younger and waiting requests are moved away.
+Every engine with a long request needs `alpha * longest` seconds, so long requests belong together, on engines with few
+other requests. The expected remaining length of a request is the mean of the distribution of all output lengths, given
+the request's age, which is the number of tokens that it has generated. Requests of equal age have equal expected
+lengths and are spread evenly. If the distribution has a heavy tail, older requests are expected to have more tokens
+left. They stay together on engines from which younger and waiting requests are moved away.
 """
 
 from bisect import insort
@@ -70,12 +70,12 @@ def pack(
     `configurations` has each engine's step times, KV capacity and slots. `remaining_tokens` has the number of tokens
     that each request is expected to generate. Requests in `stuck` are not moved, and no request moves twice.
 
-    The source is the engine that finishes last. A destination finishes earlier than the source by more than the
-    fraction `tolerance` (0 to 1) of the source's remaining time. After a move, both engines must finish earlier than
-    the source did before, by at least MIN_GAIN_SHARE of that time, including the prefill at the destination. The move
-    must also satisfy the limits `room`. A source without such a move is set aside and the next engine is examined,
-    because lengths are uncertain and any engine may turn out to be the last. A running request that moves pauses for
-    `move_fixed_s`, while its destination continues to decode.
+    The source is the engine that finishes last. A destination must finish earlier than the source by more than the
+    fraction `tolerance` (0 to 1) of the source's remaining time. A move must shorten this remaining time by at least
+    the fraction MIN_GAIN_SHARE. The destination must finish within the shortened time too, although it repeats the
+    prefill. The move must also satisfy the limits `room`. A source without such a move is set aside and the next engine
+    is examined, because lengths are uncertain and any engine may turn out to be the last. A running request that moves
+    pauses for `move_fixed_s` seconds, while its destination continues to decode.
     """
     loads = sorted(
         (_Load(worker, configurations[worker.id], remaining_tokens, stuck, move_fixed_s) for worker in workers),
@@ -110,7 +110,8 @@ _by_end = attrgetter("end_s", "id")  # of a `_Load`
 def _best_move(
     source: "_Load", ascending: Sequence["_Load"], tolerance: float, room: MoveLimits | None
 ) -> "tuple[RequestView, _Load] | None":
-    """Return the request and the destination whose move lets both engines finish earliest, or None if no move helps."""
+    """Return the request and the destination for which the later of the two engines' finish times after the move is
+    earliest, or None if no move helps. `ascending` contains all engines, sorted by finish time."""
     best: tuple[float, RequestView, _Load] | None = None
     early_s, limit_s = source.end_s * (1 - tolerance), source.end_s * (1 - MIN_GAIN_SHARE)
     destinations = [load for load in ascending[: DESTINATIONS + 1] if load is not source and load.end_s < early_s]
@@ -194,7 +195,8 @@ class _Load:
         return self._remaining_tokens[request.id]
 
     def _end_s(self, held: "_Held", longest: float) -> float:
-        """Return the time, in seconds, until all held requests have ended.
+        """Return the time, in seconds, until all held requests have ended. `longest` is the number of iterations that
+        the longest request needs if it runs at once.
 
         If the requests do not fit at once, the number of iterations must also suffice for their total KV and slot
         usage, and for the longest waiting request to start and end.

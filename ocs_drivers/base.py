@@ -1,9 +1,9 @@
 """The driver contract: the operations that the control plane requires of any optical circuit switch.
 
 The contract is a plug point. Each device family has one module, which is registered in the entry-point group
-`orchestrrl.ocs_drivers` and looked up by `registry.py`. Every driver must pass `conformance.py`. A family does not
-implement all of `OcsDriver`. It implements a `SwitchWire`, which has only the few basic operations of its protocol, and
-`driver.py` builds the contract on top of it. Drivers raise the errors of `errors.py`.
+`orchestrrl.ocs_drivers` and looked up by `registry.py`. Every driver must pass the suite in `conformance.py`. A family
+does not implement all of `OcsDriver`. It implements a `SwitchWire`, which has only the few basic operations of its
+protocol, and `driver.py` builds the contract on top of it. Drivers raise the errors of `errors.py`.
 """
 
 import asyncio
@@ -153,13 +153,15 @@ class Arming(Protocol):
 
     async def arm(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> Armed:
         """Prepare a commit: perform every part of `OcsDriver.commit` that does not access the device. Raises
-        DriverError under the same conditions as `commit`."""
+        DriverError if the commit cannot be prepared. `Armed.begin` raises the errors that depend on the device's state.
+        """
         ...
 
 
 class SwitchWire(Protocol):
     """The basic operations (verbs) of one device protocol, without retries or policy. `driver.SwitchDriver` calls one
-    verb at a time, within a time limit, and opens the session again after an error. A verb raises one of these errors:
+    verb at a time, within a time limit, and opens a new session after any error except DriverPermanent. A verb raises
+    one of these errors:
 
     - DriverRetryable: the device cannot be reached or is busy; a setter certainly did not take effect
     - DriverPermanent: the device refused the command; the error contains the device's answer
@@ -185,8 +187,8 @@ class SwitchWire(Protocol):
 
     @abstractmethod
     async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
-        """Connect or disconnect exactly these pairs. The list is never empty. It has exactly one pair if `bulk` is not
-        declared and, for removals, if `removes_one_by_one` is declared."""
+        """Connect or disconnect exactly these pairs. The list is never empty. It has exactly one pair if the capability
+        `bulk` is not declared. For removals, it also has exactly one pair if `removes_one_by_one` is declared."""
         ...
 
     def events(self) -> AsyncGenerator[SwitchEvent, None]:

@@ -1,4 +1,4 @@
-"""Split bulk commands into lines that a device accepts, without side effects."""
+"""Split bulk commands into lines that are short enough for the device. Has no side effects."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar

@@ -42,7 +42,7 @@ class CalientConnection:
 
 
 class PortNames:
-    """Maps port names to numbers from 1, ordered by the numbers in the names."""
+    """Assigns numbers, from 1, to the ports of a switch. The ports are sorted by the numeric parts of their names."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = tuple(sorted(set(names), key=lambda name: tuple(map(int, name.split(".")))))
@@ -63,8 +63,9 @@ def ports(body: object) -> dict[str, tuple[PortStatus, float | None]]:
     """Return the status and the power in dBm of each port, by port name. The power is None if the switch reports no
     number. `body` contains the rows of `ports/?id=summary` or `?id=detail`.
 
-    Only rows of `?id=detail` have states. `as` is the administrative state, such as IS, OOS-MA or OOS-MT. OOS-NP means
-    that the port is not provisioned and therefore free. `os` and `oc` are the states of the hardware.
+    The status is derived from the states in a row. Only rows of `?id=detail` have states; without them, a port is
+    considered enabled. `as` is the administrative state, such as IS, OOS-MA or OOS-MT. OOS-NP means that the port is
+    not provisioned and therefore free. `os` and `oc` are the states of the hardware.
     """
     found: dict[str, tuple[PortStatus, float | None]] = {}
     for row in _rows(body, "port"):

@@ -200,8 +200,8 @@ class CalientRestWire(SwitchWire):
         return read_answer(answer, f"GET {ROOT}{path}?id={query['id']}", parse_body)
 
     async def _set(self, verb: str, items: Sequence[dict[str, str]], shown: Sequence[str]) -> None:
-        """Send a bulk request. Raises DriverPermanent if any item failed, with the device's message for each failed
-        item."""
+        """Send the bulk request `verb` (badd or bdel) with these items. Raises DriverPermanent if any item failed, with
+        the device's message for each failed item. `shown` contains the name of each item in the message."""
         command = f"POST {ROOT}crossconnects/?id={verb}"
         answer = await self._session.request(
             "POST",

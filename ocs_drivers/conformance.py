@@ -166,8 +166,8 @@ class DriverConformance:
         raise AssertionError("override setters, or add it to cannot with the reason")
 
     async def make_big(self, ports: int) -> OcsDriver:
-        """Return a driver for a device with nothing connected and `ports` ports, on each side if the device has two
-        sides. Override this hook, or add it to `cannot`."""
+        """Return a driver for a device with nothing connected. The device has `ports` ports or, if it has two sides,
+        `ports` ports on each side. Override this hook, or add it to `cannot`."""
         raise AssertionError("override make_big, or add it to cannot with the reason")
 
     async def pairs(self, driver: OcsDriver, count: int) -> tuple[CrossConnect, ...]:

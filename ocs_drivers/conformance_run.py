@@ -241,8 +241,9 @@ class FencedDriver:
 class LabConformance(DriverConformance):
     """The conformance suite on one existing device.
 
-    `make` returns a new driver for the device on each call. `pairs` are the cross-connects that the suite may make. The
-    entries of `cannot` are added to those of the suite.
+    `make` returns a new driver for the device on each call. `pairs` are the cross-connects that the suite may make.
+    `cannot` contains further actions that are impossible on this device, in addition to those that are impossible on
+    every lab switch, each with the reason.
     """
 
     def __init__(

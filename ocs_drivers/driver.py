@@ -78,8 +78,7 @@ class DriverTimeouts:
 
 async def within(clock: DeviceClock, limit_s: float, work: Awaitable[T]) -> T:
     """Return the result of `work`. If it takes longer than `limit_s` seconds of the clock, cancel it and raise
-    TimeoutError.
-    """
+    TimeoutError."""
     task = asyncio.ensure_future(work)
     alarm = asyncio.ensure_future(clock.sleep(limit_s))
     try:
@@ -406,8 +405,8 @@ class SwitchDriver:
     async def _took_effect(self, action: Action, pairs: Sequence[CrossConnect]) -> bool:
         """Read the device, after an unknown outcome or after the device refused a command that it may have applied in
         part. Return whether the whole command took effect. A device that does not distinguish tuning from tuned may
-        list a circuit only when it is in place. For these devices, wait for the tuning time of a circuit before the
-        circuit is considered absent."""
+        list an added circuit only when it is in place. On such a device, the circuit is considered absent only if it
+        does not appear within ten times the device's stated time, or within `tune_s` if that is shorter."""
         is_late = action is Action.ADD and not self._wire.capabilities.tuned_state
         rest_s = min(self._limits.tune_s or inf, 10 * (await self.facts()).reconfiguration_s)
         began_s = self._clock.now_s()

@@ -67,8 +67,8 @@ class FaultSchedule:
 
 
 class ScheduledFault(CheckedOptions):
-    """A scheduled fault, as users write it in plain data. `at_s` is the time in seconds since the device was switched
-    on."""
+    """An entry of a fault schedule that is given as plain data. `at_s` is the time in seconds since the device was
+    switched on."""
 
     at_s: SecondsOr0 = 0.0
     kind: DeviceFaultKind

@@ -37,9 +37,9 @@ def path_to_pb(elems: Path, origin: str = "") -> Any:
 
 
 def path_from_pb(message: Any, prefix: Any = None) -> Path:
-    """Convert a path message, with the path message `prefix` in front if it is given, to a path. Module names in front
-    of element names (`openconfig-optical-switch:port`) are dropped. If the field `elem` is empty, as in messages from
-    old servers, the field `element` is used."""
+    """Convert a path message to a path. If the path message `prefix` is given, its elements come first. Module names in
+    front of element names (`openconfig-optical-switch:port`) are dropped. If the field `elem` is empty, as in messages
+    from old servers, the field `element` is used."""
     elems = [*(prefix.elem if prefix is not None else ()), *message.elem]
     if not elems:
         return path(*(_bare(name) for name in (*(prefix.element if prefix is not None else ()), *message.element)))
@@ -51,8 +51,9 @@ def value_to_pb(value: object) -> Any:
 
 
 def value_from_pb(message: Any) -> Any:
-    """Convert a value message to plain data. JSON values are parsed. Other values are returned unchanged, because the
-    drivers use only text and numbers among them. Raises ValueError if the JSON is malformed."""
+    """Convert a value message to plain data. JSON values are parsed. Values of other types are returned unchanged,
+    because the drivers use only text and numbers of these types. Return None if there is no value. Raises ValueError
+    if the JSON is malformed."""
     kind = message.WhichOneof("value")
     value = getattr(message, kind) if kind else None
     if kind in ("json_val", "json_ietf_val"):

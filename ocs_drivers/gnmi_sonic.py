@@ -57,8 +57,8 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class SonicPorts:
-    """The number of simplex ports on each side. Ports are named `1A`..`NA` and `1B`..`MB`, and numbered 1..N and
-    N+1..N+M."""
+    """The number of simplex ports on each side. The N ports of the A side are named `1A`..`NA` and numbered 1..N. The M
+    ports of the B side are named `1B`..`MB` and numbered N+1..N+M."""
 
     a_ports: int
     b_ports: int

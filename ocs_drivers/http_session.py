@@ -1,9 +1,9 @@
 """Send HTTP requests to a device, one at a time and each on a new connection, so that the outcome of each request can
 be classified.
 
-Connections are not reused, because a setter that is sent on an idle connection is lost if the device closes the
-connection, and its outcome is then unknown. Requests are not retried, redirects are not followed, responses are limited
-in size, and certificates are verified.
+Connections are not reused. If the device closed an idle connection while a setter was being sent on it, it would not be
+known whether the setter took effect. Requests are not retried, redirects are not followed, responses are limited in
+size, and certificates are verified.
 """
 
 import base64

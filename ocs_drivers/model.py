@@ -1,5 +1,5 @@
-"""Define the data model of optical circuit switches: ports, cross-connects, changes and their results. Values are
-frozen.
+"""Define the data model of optical circuit switches: ports, cross-connects, changes and their results. Its objects are
+immutable.
 
 Ports have the device's numbers. An `ingress_egress` device may use the same numbers on both sides (Calient) or number
 the egress ports after the ingress ports (Polatis). `SwitchFacts` contains the range of each side.
@@ -233,7 +233,8 @@ def fingerprint(cross_connects: Iterable[CrossConnect]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CircuitChange:
-    """A request to connect and disconnect the named circuits. Other circuits of the device are not affected."""
+    """A request to connect and disconnect the named circuits. Other circuits of the device are removed only if the
+    `ChangeMode` with which the change is planned permits it."""
 
     connect: tuple[CrossConnect, ...] = ()
     disconnect: tuple[CrossConnect, ...] = ()

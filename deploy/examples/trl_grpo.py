@@ -8,8 +8,8 @@ With `--peer NAME` instead of `--weights-dir`, the weights are published through
 
 The task is a toy that needs no download: the reward is higher for completions with more different letters. Replace the
 dataset, the reward and the GRPOConfig with your own. Only the rollout function and the final sync of weights belong to
-OrchestrRL. The report lists the training steps. Its other fields show whether the engines have the trainer's weights.
-If the script runs as several processes (torchrun), each process requests its own samples.
+OrchestrRL. The report lists the training steps, and contains data from which you can check whether the engines have the
+trainer's weights. If the script runs as several processes (torchrun), each process requests its own samples.
 """
 
 import argparse

@@ -83,8 +83,8 @@ class DevicePanel:
 
 
 def calient_port(port: int) -> str:
-    """Return the name of a Calient port, with eight ports per row and eight rows per shelf: port 1 is `1.1.1`, port 9
-    is `1.2.1`, and port 65 is `2.1.1`."""
+    """Return the name `SHELF.MODULE.PORT` of a Calient port. A module has eight ports, and a shelf has eight modules:
+    port 1 is `1.1.1`, port 9 is `1.2.1`, and port 65 is `2.1.1`."""
     return f"{(port - 1) // 64 + 1}.{(port - 1) // 8 % 8 + 1}.{(port - 1) % 8 + 1}"
 
 

@@ -233,7 +233,8 @@ def _facts(panel: DevicePanel) -> SwitchFacts:
 
 
 def _states(port: PortState, comes: str, goes: str) -> dict[str, str]:
-    """Return the states that a real switch reports for a port. For example, a port with an incoming but no outgoing
+    """Return the states that a real switch reports for a port. `comes` and `goes` are the names of the connections at
+    the port's ingress and egress, or "" if there is none. For example, a port with an incoming but no outgoing
     connection has `inas` IS and `outas` OOS-NP."""
     is_shut, hardware = port.status is PortStatus.DISABLED, "FAIL" if port.status is PortStatus.FAILED else "OK"
     return {

@@ -267,7 +267,8 @@ class GnmiEmulator(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi 
         return changes
 
     def _supported_path(self, request: Any, message: Any) -> Path:
-        """Return the path of a message. Raises GnmiRefusal if the path's origin is not supported."""
+        """Convert `message`, a path message of the request, to a path. Raises GnmiRefusal if the path's origin is not
+        supported."""
         origin = message.origin or request.prefix.origin
         if origin not in self._target.origins:
             raise GnmiRefusal(f"origin {origin!r} is not supported", grpc.StatusCode.UNIMPLEMENTED)

@@ -43,8 +43,8 @@ class NetconfServerSession:
     answers: set[Any] = field(default_factory=set)  # futures for which the session's thread waits
 
     def is_open(self) -> bool:
-        """Return whether the kernel considers the connection open. If the client closes the connection, the kernel
-        registers this before any thread of the server runs."""
+        """Return whether the kernel considers the connection open. The kernel registers that the client has closed the
+        connection before any thread of the server does."""
         try:
             return self.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == ESTABLISHED
         except OSError:

@@ -42,8 +42,8 @@ class RestconfRefusal(YangRefusal):
 
 class RestconfQuirks(CheckedOptions):
     """Configurable behaviour. `revision` is the revision of the model. In revisions before 2017-08-04, the list of
-    cross-connects is called `pairs`, and ports are in another container. `yang_library` and `yang_patch` enable the
-    yang-library and YANG Patch. If `any_to_any` is True, all ports form a single range. If `power` is True, optical
+    cross-connects is called `pairs`, and ports are in another container. `yang_library` enables the YANG library, and
+    `yang_patch` enables YANG Patch. If `any_to_any` is True, all ports form a single range. If `power` is True, optical
     power is measured. If `chunked` is True, answers are chunked. If `lists_late` is True, pairs are listed only when
     their mirrors are in place. If `one_request` is True, a concurrent request is answered with 503. If `user` is set,
     Basic authentication with `user` and `password` is required."""
@@ -204,7 +204,7 @@ class RestconfEmulator(EmulatedHttpServer):
 
     def _parsed(self, value: object, name: str) -> list[tuple[object, object]]:
         """Return the (ingress, egress) ports of each pair in a body that contains the whole collection or some of its
-        entries. Raises YangRefusal if the body is malformed."""
+        entries. `name` is the name of the body's outermost member. Raises YangRefusal if the body is malformed."""
         content = value.get(f"{yang.MODULE}:{name}", value.get(name)) if isinstance(value, dict) else None
         if name == "cross-connects" and isinstance(content, dict):
             content = content.get(self._pairs, [])

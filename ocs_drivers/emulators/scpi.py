@@ -1,6 +1,6 @@
 """Emulate SCPI switches over TCP, with the quirks of Polatis and of DiCon's GP750 and MXS.
 
-The emulators implement the protocol's tables and the rules of SCPI, independently of the driver. Headers may be in
+The emulators implement the switches' commands and the syntax of SCPI independently of the driver. Headers may be in
 short or long form and in upper or lower case. In a compound line, they may be relative to the previous header. Setters
 have no answer, and errors are put into a bounded queue.
 

@@ -85,7 +85,8 @@ def ports_of(text: str) -> list[int]:
 
 
 class Tl1Device(ABC):
-    """The commands of one vendor, for an emulated device. If `semicolons` is True, labels contain `;` and quotes."""
+    """The commands of one vendor, for an emulated device. If `semicolons` is True, labels in replies contain `;` and
+    quotes."""
 
     name: ClassVar[str]  # before the date in every reply
     reports_at_first: ClassVar[bool]

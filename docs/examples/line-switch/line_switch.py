@@ -1,10 +1,15 @@
 """The driver `line` for a fictitious switch, which answers each line of text that it receives over TCP with one line.
 
-FACTS                    OK S8 0042 1.0 8 8 0.025      model, serial, software, ports in and out, time to switch in s
-PORTS                    OK 1=enabled 2=failed ...
-LIST                     OK 1:9=tuned 2:10=tuning
-CONNECT 1:9 2:10         OK, or ERR with the reason     in order, until a pair is refused
-DISCONNECT 1:9 2:10      OK, or ERR with the reason
+The switch has the following commands, shown here with examples of their answers:
+
+- `FACTS` returns the model, the serial number, the software version, the numbers of ingress and egress ports, and the
+  switching time in seconds: `OK S8 0042 1.0 8 8 0.025`
+- `PORTS` returns the status of every port: `OK 1=enabled 2=failed ...`
+- `LIST` returns the state of every cross-connect: `OK 1:9=tuned 2:10=tuning`
+- `CONNECT 1:9 2:10` connects these pairs in order, and stops at the first pair that the switch refuses: `OK`
+- `DISCONNECT 1:9 2:10` disconnects these pairs: `OK`
+
+If the switch refuses a command, the answer is `ERR` with the reason.
 """
 
 import asyncio

@@ -18,8 +18,8 @@ from ocs_drivers.errors import InvalidOptions, naming
 
 
 def must_be(what: str, is_right: Callable[[Any], object]) -> BeforeValidator:
-    """Return a pydantic validator that passes valid values unchanged and rejects other values with the message `must be
-    WHAT`."""
+    """Return a pydantic validator that accepts a value unchanged if `is_right(value)` is true. It rejects other values
+    with the message `must be WHAT`, where WHAT is the parameter `what`."""
 
     def check(value: Any) -> Any:
         if not is_right(value):

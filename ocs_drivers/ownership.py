@@ -1,5 +1,5 @@
-"""Record which cross-connects of a device a driver owns. A driver owns the cross-connects that it made or took over by
-name."""
+"""Record which cross-connects of a device a driver owns. A driver owns the cross-connects that it made, and those that
+the caller explicitly asked it to take over."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -9,9 +9,10 @@ from ocs_drivers.model import CrossConnect, DeviceCircuit, SwitchFacts
 
 
 class Ownership:
-    """The set of owned cross-connects. A circuit is owned from the moment it is commanded, so a circuit that appears
-    late, after an unknown outcome, is not foreign. It stays owned even while the device does not show it, for example
-    during a restart, until this driver removes it or another circuit uses one of its ports."""
+    """The set of owned cross-connects. A circuit is owned from the moment at which the command to connect it is sent. A
+    circuit that appears late, after a command with an unknown outcome, is therefore not mistaken for another client's.
+    A circuit stays owned even while the device does not show it, for example during a restart, until this driver
+    removes it or another circuit uses one of its ports."""
 
     def __init__(self) -> None:
         self._ours: set[CrossConnect] = set()
@@ -24,8 +25,8 @@ class Ownership:
         self._ours.difference_update(pairs)
 
     def marked(self, facts: SwitchFacts, circuits: Iterable[DeviceCircuit]) -> tuple[DeviceCircuit, ...]:
-        """Return the circuits of a reading, sorted, with `ours` set on the owned circuits. Drop the ownership of pairs
-        whose ports now carry another circuit."""
+        """Return the circuits that the device shows, sorted, with `ours` set on the owned circuits. Drop the ownership
+        of pairs whose ports now carry another circuit."""
         shown = sorted(circuits, key=lambda circuit: circuit.cross_connect)
         holders = occupants(facts, (circuit.cross_connect for circuit in shown))
         self._ours = {pair for pair in self._ours if all(holders.get(end, pair) == pair for end in facts.ends(pair))}

@@ -29,7 +29,8 @@ class CommitProgress:
         self._all = self._remove | frozenset(self.steps.add)
 
     def also_watch(self, pairs: Iterable[CrossConnect]) -> None:
-        """Also watch those pairs that the steps do not contain, because an earlier command may still be tuning them."""
+        """Also watch those of `pairs` that the commit neither adds nor removes, because an earlier command may still be
+        tuning them."""
         self.watched.extend(pair for pair in pairs if pair not in self._all)
 
     def sent(self, pairs: Iterable[CrossConnect]) -> None:
@@ -66,8 +67,9 @@ class CommitProgress:
         return waiting, dark
 
     def gone(self, seen: Iterable[CrossConnect]) -> frozenset[CrossConnect]:
-        """Return the pairs of the steps that the device does not show and that will not appear later, because they were
-        removed or the device did not accept the command for them. `seen` contains the pairs that the device shows."""
+        """Return the pairs of the commit that the device does not show and that will not appear later: removed pairs,
+        and pairs to be added whose command the device did not accept. `seen` contains the pairs that the device shows.
+        """
         refused = (pair for pair in self.steps.add if pair not in self._commanded_s)
         return frozenset((*self.steps.remove, *refused)).difference(seen)
 

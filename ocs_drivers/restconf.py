@@ -21,9 +21,9 @@ The driver never uses PUT of the collection, which replaces it and removes circu
 the last reading, nor DELETE of the collection. A pair is deleted by its ingress port.
 
 It is not known whether these switches support YANG Patch, nor what the result of a patch is if mirrors fail. A pair may
-be listed before its mirrors are in place, so it is considered tuned only after the stated time. The option
-`yang_revision` can be used if `yang-library` is at another path. A public lab tool reports that circuits set by POST
-disappear after a few seconds.
+be listed before its mirrors are in place, so it is considered tuned only when the time in the option
+`reconfiguration_s` has passed since the command. The option `yang_revision` can be used if `yang-library` is at another
+path. A public lab tool reports that circuits set by POST disappear after a few seconds.
 """
 
 from collections.abc import Mapping, Sequence

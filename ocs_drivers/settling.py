@@ -1,7 +1,7 @@
 """Determine from elapsed time which circuits are tuned, for devices that list a cross-connect as soon as it is
 commanded.
 
-Until the vendor's stated time has passed since the command, the mirrors are considered to be moving.
+Until the vendor's stated reconfiguration time has passed since the command, the mirrors are considered to be moving.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,8 +22,8 @@ class Settling:
 
     @contextmanager
     def commanding(self, action: Action, pairs: Iterable[CrossConnect]) -> Iterator[None]:
-        """Run the block, which sends a setter for the pairs. If the setter adds them, record the time of the command
-        afterwards, even if the block raised an error."""
+        """Run the block, which sends a setter for the pairs. If `action` is to add them, record the time at which the
+        block ends as the time of the command, even if the block raises an error."""
         try:
             yield
         finally:
@@ -39,8 +39,8 @@ class Settling:
         return frozenset(self._due_s)
 
     def circuits(self, listed: Iterable[CrossConnect], moving: frozenset[frozenset[int]]) -> list[DeviceCircuit]:
-        """Return the listed pairs as circuits. Pairs in `moving`, the result of the method `moving` from before the
-        reading, are in state tuning. Other pairs are in state tuned."""
+        """Return the listed pairs as circuits. `moving` is what the method `moving` returned before the reading. The
+        pairs that it contains are in state tuning, and all others in state tuned."""
         return [
             DeviceCircuit(pair, CircuitState.TUNING if pair.ports in moving else CircuitState.TUNED) for pair in listed
         ]

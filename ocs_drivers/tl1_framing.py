@@ -28,7 +28,7 @@ _LINE_END = re.compile(r"[\r\n]")
 class Tl1Message:
     """A message from the device. It is a reply to one command (with its parts joined), an autonomous message, or an
     acknowledgement. A reply follows the acknowledgements IP (in progress), PF (printout follows) and OK (begun). No
-    reply follows NA (it is not known whether the command was carried out), NG (no good) and RL (repeat later)."""
+    reply follows NA (it is not known whether the command was carried out), NG (no good) or RL (repeat later)."""
 
     kind: str  # REPLY; A or an alarm (*C critical, ** major, *^ minor) of a report; the code of an acknowledgement
     tag: str  # the CTAG of the command; for a report, its own tag

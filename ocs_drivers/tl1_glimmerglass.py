@@ -64,9 +64,9 @@ class GlimmerglassTl1Wire(Tl1Wire):
         )
 
     async def read_ports(self) -> Sequence[PortState]:
-        """Return the state of every port. An input and an output with the same number are reported as one port, with
-        the worse status of the two and the power of the input, or of the output if the device reports no power for
-        the input."""
+        """Return the state of every port. An input and an output with the same number are reported as one port. Its
+        status is the worse of the two. Its power is that of the input or, if the device reports no power for the
+        input, that of the output."""
         sides = [fields(line) for line in await self.ask("RTRV-CFG-FIBER::all:<ctag>;")]
         powers = [fields(line) for line in await self.ask("rtrv-port-power::all:<ctag>;")]
         read = {_port(found, "PORTID"): measured(found.get("PORTPOWER", "")) for found in powers}

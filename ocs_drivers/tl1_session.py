@@ -104,7 +104,7 @@ class Tl1Session:
         return answer
 
     async def close(self, goodbye: str) -> None:
-        """Send the logout command `goodbye` if the connection allows it, and close the connection without waiting for a
+        """Close the connection. If it is not broken, send the logout command `goodbye` first, without waiting for a
         reply."""
         with suppress(OSError):
             if not self.lost:

@@ -57,8 +57,8 @@ class DialectName(StrEnum):
 
 
 class Tl1Messages(StrEnum):
-    """The treatment of autonomous messages, which the device sends without a command. No setting lets them interfere
-    with replies."""
+    """The handling of autonomous messages, which the device sends without a command. They do not interfere with
+    replies, whatever the setting."""
 
     AS_IS = "as_is"  # keep the device's setting, and discard the messages
     SILENCE = "silence"  # request that the device sends none
@@ -253,8 +253,8 @@ class _NoPlace(Tl1Denied):
 
 
 def partly_done(what: str, error: DriverRetryable) -> DriverOutcomeUnknown:
-    """Return the error to raise when a later part of a setter has failed with `error`. It is DriverOutcomeUnknown,
-    because the earlier parts, which `what` describes, took effect."""
+    """Return the error to raise if part of a setter fails with `error` after earlier parts took effect. It is
+    DriverOutcomeUnknown, because the setter was carried out in part. `what` describes the parts that took effect."""
     return DriverOutcomeUnknown(f"{what}: {error.message}", command=error.command, answer=error.answer)
 
 

@@ -107,8 +107,9 @@ class WindowReports:
                 self._report(watched, self._traces.assess(watched.arm.job, watched.arm.quantile))
 
     def _report(self, watched: _Watched, found: fabric_pb2.Quiet | Hold) -> None:
-        """Report the assessment `found` of a window if it differs from the last report: a window that is long enough,
-        the end of a window, or a new reason why there is no window."""
+        """Report `found`, the assessment of a window, if it differs from the last report. A quiet period is reported
+        again after AGAIN_AFTER_S even if it is unchanged. A new quiet period that is too short for the daemon is
+        reported as a Hold, with the reason."""
         now_s, earlier = self._clock_s(), watched.reported
         # The time that has passed shortens a window for the receiver too; but no window may end earlier than reported.
         same = (

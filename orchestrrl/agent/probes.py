@@ -1,8 +1,8 @@
 """Read the collective boundaries of this host's traced processes, and predict how long their jobs stay quiet.
 
 The ring buffer of each process (integrations/instrument/rings.py) feeds a learner (planner/fabric/slack.py). A job is
-quiet while none of its ranks on this host has a collective in flight. It is expected to stay quiet until the first of
-these ranks starts a collective.
+quiet while none of its ranks on this host has a collective in flight. The predicted end of a quiet period is the time
+at which the first of these ranks starts its next collective.
 """
 
 import json

@@ -115,13 +115,13 @@ class EngineTrack:
 def fold(
     track: EngineTrack, sample: EngineSample | None, limits: HealthLimits
 ) -> tuple[EngineTrack, EngineSample | None]:
-    """Return the updated track, and the sample with its decode rate. A None sample means that the engine could not be
-    read.
+    """Return the updated track, and the sample with its decode rate. `sample` is None if the engine could not be read.
 
-    The decode rate is the mean over the scrapes of the last `rate_window_s` (the last two scrapes if the interval is
-    longer) in which the engine was decoding. The rate is unknown at the first scrape, after a counter reset, and while
-    no request is running. It is also unknown while no token has arrived for less than a window, since the engine may
-    still be in prefill. A rate of 0 means that the engine has stalled.
+    The decode rate is the mean over the scrapes of the last `rate_window_s` in which the engine was decoding. If the
+    scrapes are further apart than this, it is the mean over the last two. The rate is None (unknown) at the first
+    scrape, after a counter reset, and while no request is running. It is also None if no token has arrived in the
+    observed time and this time is shorter than `rate_window_s`, because the engine may still be in prefill. A rate of 0
+    means that the engine has stalled.
     """
     if sample is None:
         return EngineTrack(), None
@@ -139,8 +139,8 @@ def fold(
 
 
 def _within_window(points: tuple[tuple[float, int], ...], window_s: float) -> tuple[tuple[float, int], ...]:
-    """Return the points from the newest point that is at least `window_s` older than the last, or all points if there
-    is no such point."""
+    """Return the last points, starting with the newest point that is at least `window_s` older than the last point.
+    Return all points if none is that old."""
     newest_s = points[-1][0]
     whole = [index for index, (at_s, _) in enumerate(points) if newest_s - at_s >= window_s]
     return points[whole[-1] :] if whole else points

@@ -1,4 +1,5 @@
-"""`orchestrrl bench`: measure the cost of decisions and of the gateway, relative to baselines from the same run."""
+"""`orchestrrl bench`: benchmark the decisions, the gateway and other parts of OrchestrRL against baselines from the
+same run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ def bench(
     only: Annotated[list[str] | None, typer.Option(help="Run only this benchmark. Can be repeated.")] = None,
     out: Annotated[Path, typer.Option(help="Write the JSON report to this file.")] = Path("out/bench.json"),
 ) -> Output:
-    """Measure the cost of OrchestrRL as ratios to baselines from the same run. Lower is better.
+    """Benchmark OrchestrRL and print each result as a ratio to a baseline from the same run. Lower is better.
 
     Absolute values depend on the machine and its load, so compare the ratios. Benchmarks: balancer_tick, fast_tick,
     solve, plan_tick, gateway_cpu, gateway_burst, gateway_ledger, start_up, fabric_allocate, sync_plan, sim_step,

@@ -57,7 +57,7 @@ def fabric_box(
 
     Hosts and ToRs are network namespaces, fibres are veth pairs, and the optical switches are emulated devices, each
     with its own protocol. Their cross-connects are the data path: packets pass while the mirrors join two fibres. An
-    OrchestrRL daemon controls them with the site file and the drivers that a real site uses.
+    OrchestrRL daemon reads the site file and controls the switches with the drivers that a real site uses.
 
     | show | |
     |---|---|
@@ -179,12 +179,13 @@ def sync_box(
     ] = None,
     out: OutFolder = Path("out/sync-box"),
 ) -> Output:
-    """Broadcast weights to emulated hosts over TCP, with a planned tree and with the methods it is compared with.
+    """Broadcast weights to emulated hosts along a planned tree, and compare the tree with two other methods.
 
     Hosts and ToRs are network namespaces, as in `orchestrrl fabric box`. Every link has a limited rate. Each host is a
-    process that runs the product's carrier. Each host of the training PoDs holds a part of the weights. Each host of
-    the generation PoDs needs all weights. Every way starts with the circuits of the generation stage, and then requests
-    the circuits for its own transfers from the daemon. The received weights are compared by SHA-256 and then deleted.
+    process that transfers weights with the same code as OrchestrRL's peers. Each host of the training PoDs holds a part
+    of the weights. Each host of the generation PoDs needs all weights. Every way starts with the circuits of the
+    generation stage, and then requests the circuits for its own transfers from the daemon. The SHA-256 of the received
+    weights is compared with that of the sent weights. Then the received weights are deleted.
 
     | way | |
     |---|---|
@@ -284,9 +285,9 @@ def _protocols(text: str, faults: list[str]) -> tuple[str, ...]:
 
 
 def _sound_site(file: Path | None, default: str, needed: "Mapping[PodRole, int]", faults: list[str]) -> str:
-    """Return the text of the site file, or `default` without a file. The site must be valid and have at least the
-    `needed` number of GPUs in the PoDs of each role. If the site has errors or `faults` is not empty, raises
-    ProblemFaults with all of them."""
+    """Return the text of the site file or, if `file` is None, `default`. Raises ProblemFaults if the site is invalid,
+    if the PoDs of a role have fewer GPUs than `needed` requires, or if `faults` is not empty. The error contains all
+    faults."""
     from orchestrrl.core.documents import read_text
     from orchestrrl.fabric.site import parse_site
     from orchestrrl.lab.box.intents import gpus_of

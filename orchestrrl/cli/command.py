@@ -40,8 +40,8 @@ TimeToLive = Annotated[float, typer.Option("--ttl-s", help="Expire after this ma
 
 
 def with_flags(flags: type[Flags]) -> Callable[[Callable[[Flags], Result]], Callable[..., Result]]:
-    """Return a decorator that replaces a function's only parameter, an instance of the dataclass `flags`, by one
-    parameter for each field of the class."""
+    """Return a decorator for functions whose only parameter is an instance of the dataclass `flags`. It replaces this
+    parameter with one parameter for each field of the class."""
 
     def decorate(function: Callable[[Flags], Result]) -> Callable[..., Result]:
         @functools.wraps(function)
@@ -60,8 +60,9 @@ def command(function: Callable[P, Output]) -> Command:
 
 
 def problem_command(example: str) -> Callable[[Callable[P, Output]], Command]:
-    """Return a decorator that turns a function that solves the problem in a file into a command with the options --json
-    and --print-example. `example` is the name of the example to print, a file in `orchestrrl/cli/examples`."""
+    """Return a decorator that turns a function into a command with the options --json and --print-example. The function
+    reads a problem from a file and solves it. `example` is the name of the example to print, a file in
+    `orchestrrl/cli/examples`."""
 
     def print_example(wanted: bool) -> None:
         if wanted:
@@ -97,8 +98,8 @@ Stream = Callable[Concatenate[ControlClient, P], AsyncIterator[dict[str, Any]]]
 
 
 def stream_command(line: Callable[[dict[str, Any]], str]) -> Callable[[Stream[P]], Command]:
-    """Return a decorator that turns a function that streams objects from the daemon into a command. The command prints
-    one line per object, which `line` formats, until the stream ends or the operator stops the command."""
+    """Return a decorator that turns a function into a command. The function streams objects from the daemon. The
+    command prints one line per object, formatted by `line`, until the stream ends or the operator stops the command."""
 
     def decorate(function: Stream[P]) -> Command:
         def run(call: Callable[[ControlClient], AsyncIterator[dict[str, Any]]], as_json: bool, daemon: str) -> None:
@@ -114,9 +115,9 @@ def stream_command(line: Callable[[dict[str, Any]], str]) -> Callable[[Stream[P]
 
 
 def _command(function: Callable[..., Any], run: Command, **added: tuple[Any, object]) -> Command:
-    """Return a function with a signature for Typer: the parameters of `function` except the daemon's client, the
-    parameters in `added` as (annotation, default), and `as_json`. The returned function calls `run` with `function`
-    bound to its arguments."""
+    """Return a function for Typer. Its parameters are those of `function` except the daemon's client, those in `added`,
+    each given as (annotation, default), and `as_json`. It binds the arguments of `function`, and calls `run` with the
+    bound function, `as_json` and the arguments in `added`."""
     own = dict(inspect.signature(function).parameters)
     own.pop("client", None)
     wants_json = "as_json" in own

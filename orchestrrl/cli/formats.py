@@ -10,7 +10,8 @@ UNKNOWN = "-"
 
 
 def duration(value_s: float | None) -> str:
-    """Format a duration in seconds as `1.2 ms`, `340 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min` or `2 d 4 h`."""
+    """Format a duration in seconds as `1.2 ms`, `340 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min` or `2 d 4 h`. Return `-`
+    if the duration is None or not finite."""
     if value_s is None or not math.isfinite(value_s):
         return UNKNOWN
     if value_s < 0:
@@ -28,7 +29,8 @@ def duration(value_s: float | None) -> str:
 
 
 def seconds(value_s: float | None) -> str:
-    """Format a time in seconds with two decimals, such as `431.20 s`, so that values in a column can be compared."""
+    """Format a time in seconds with two decimals, such as `431.20 s`, so that values in a column can be compared.
+    Return `-` if the time is None."""
     return UNKNOWN if value_s is None else f"{value_s:,.2f} s"
 
 
@@ -40,7 +42,7 @@ def time_of_day(unix_s: float) -> str:
 
 
 def count(value: float | None) -> str:
-    """Format a whole number with thousands separators, such as `12,345`."""
+    """Format a whole number with thousands separators, such as `12,345`. Return `-` if the number is None."""
     return UNKNOWN if value is None else f"{value:,.0f}"
 
 

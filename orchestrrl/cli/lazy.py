@@ -1,4 +1,4 @@
-"""Modules that are imported on first use. Only running commands need these modules, and `--help` must be fast."""
+"""Modules that are imported on first use, so that `--help`, which does not need them, is fast."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -169,7 +169,7 @@ def fail(message: str, status: int = EXIT_FAILURE) -> NoReturn:
 
 
 def raise_faults(faults: Iterable[str]) -> None:
-    """Raise ProblemFaults if `faults` is not empty."""
+    """Raise ProblemFaults with all `faults`, if there are any."""
     if found := list(faults):
         raise ProblemFaults(found)
 
@@ -233,8 +233,8 @@ def write_json(path: Path, document: Any) -> None:
 
 @contextmanager
 def reporting_errors() -> Iterator[None]:
-    """Print an error message and exit with a nonzero status if the body raises one of OrchestrRL's errors. Most other
-    exceptions are not caught and show their traceback."""
+    """Print an error message and exit with a nonzero status if the body raises one of OrchestrRL's errors, or if an
+    argument is not valid UTF-8. Other exceptions are not caught."""
     try:
         yield
     except ProblemFaults as error:

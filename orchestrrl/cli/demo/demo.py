@@ -36,7 +36,7 @@ def demo(
     seeds: Annotated[str, typer.Option(help="Comma-separated seeds. Default: the scenario's.")] = "",
     out: Annotated[Path, typer.Option(help="Folder for the report, the picture and the logs.")] = Path("out/demo"),
 ) -> Output:
-    """Run one generation step without and with OrchestrRL for several seeds, compare them, and sync new weights.
+    """Run a generation step without and with OrchestrRL for several seeds, compare the results, and sync new weights.
 
     The command starts engines, a daemon, an agent and a gateway as processes on this machine, and stops them at the
     end. It writes `report.json` and `remaining_requests.png`. The exit status is 1 if a request was lost or its tokens

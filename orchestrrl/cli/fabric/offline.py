@@ -37,13 +37,14 @@ def fabric_allocate(
         ),
     ] = False,
 ) -> Output:
-    """Compute the number of circuits for each pair of endpoints that minimizes the transfer time of the slowest pair.
+    """Allocate circuits to pairs of endpoints so that the transfer time of the slowest pair is as short as possible.
 
     The command reads one JSON problem. `link_gbps` is the rate of a circuit, and each of the `endpoints` has a number
-    of `ports`. `demand` contains the bytes from `src` to `dst`; entries for the same pair are added. `eligible` is the
-    list of pairs `[a, b]` that may be joined, or null for all pairs. `failed_ports` is the number of failed ports of
-    each endpoint (a number above its `ports` means all ports). Circuits are full duplex. The result serves at least as
-    many pairs and bytes as Algorithm 3 of the paper, and its slowest pair is no slower. The command changes nothing.
+    of `ports`. `demand` contains the bytes to transfer from `src` to `dst`; the bytes of several entries for the same
+    pair are added up. `eligible` is the list of pairs `[a, b]` that may be joined, or null for all pairs.
+    `failed_ports` is the number of failed ports of each endpoint (a number above its `ports` means all ports). Circuits
+    are full duplex. The result serves at least as many pairs and bytes as that of Algorithm 3 of the paper, and its
+    slowest pair takes no longer. The command changes nothing.
 
     Example:
 
@@ -212,8 +213,9 @@ def _proof(placed: "PlacedCircuits") -> str:
 
 
 class Least(NamedTuple):
-    """The endpoint with the smallest share of its circuits up: `circuits` of `of`. `of` is the number of its circuits
-    before or after the transition, whichever is smaller. `endpoint` is None if this number is 0 for every endpoint."""
+    """The endpoint that has the smallest share of its circuits up. `circuits` is the number that are up. `of` is the
+    number of its circuits before or after the transition, whichever is smaller. `endpoint` is None if this number is 0
+    for every endpoint."""
 
     endpoint: str | None
     circuits: int
@@ -226,10 +228,11 @@ def fabric_transition(file: ProblemFile) -> Output:
 
     The command reads one JSON problem: the endpoint at each port of the `switches`, the `current` and the `target`
     cross-connects, and two limits. `max_moves_per_stage` limits the moves of a stage, and `min_fraction` is the
-    fraction of its circuits that every endpoint keeps. A stage's removals are made before its additions. The command
-    prints the remaining circuits at each point. If no order satisfies the limits, the result lists the pairs and
-    endpoints that violate them. The result minimizes first the number of `dark_pairs`, then the number of
-    `thin_endpoints`, and then the number of stages. The command changes nothing.
+    smallest fraction of its circuits that each endpoint should keep. A stage's removals are made before its additions.
+    The command prints the circuits that are up before the first stage and after the removals and the additions of each
+    stage. If no order satisfies the limits, the result lists the pairs that go dark (`dark_pairs`) and the endpoints
+    that keep too few circuits (`thin_endpoints`). The result minimizes first the number of such pairs, then the number
+    of such endpoints, and then the number of stages. The command changes nothing.
 
     Example:
 

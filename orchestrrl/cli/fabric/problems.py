@@ -176,8 +176,8 @@ class PlaceProblem(ProblemPart):
 
 
 def _circuits(document: Any) -> Iterator[str]:
-    """Check that each entry of `circuits` joins two different endpoints, and that no pair occurs twice, in either
-    order."""
+    """Yield an error message for each entry of `circuits` that joins an endpoint to itself or repeats the pair of an
+    earlier entry, in either order."""
     first: dict[tuple[str, str], str] = {}
     for location, each in values_at(document, "circuits[]", dict):
         a, b = each.get("a"), each.get("b")

@@ -269,10 +269,11 @@ def generate(
     """Generate the site file of a regular site with rail-aligned PoDs.
 
     Each ToR and uplink has fibres to every switch of its PoD, and each uplink also has fibres to every switch of the
-    core. Lanes are reserved for responses. The defaults are those of the paper's simulations: servers of 8 GPUs and 8
-    NICs of 200 Gbps, and Polatis switches. With these defaults, ToRs have the same capacity up and down, and the
-    uplinks of a PoD have half the capacity of its servers. The minimum number of switches is used. For an impossible
-    combination, the command prints the options to change and exits with status 2.
+    core. Some of the lanes to the core are reserved for the responses of generation engines. The defaults are those of
+    the paper's simulations: servers of 8 GPUs and 8 NICs of 200 Gbps, and Polatis switches. With these defaults, ToRs
+    have the same capacity up and down, and the uplinks of a PoD have half the capacity of its servers. The minimum
+    number of switches is used. For an impossible combination, the command prints the options to change and exits with
+    status 2.
 
     Example:
 

@@ -42,7 +42,7 @@ def slack(
 ) -> Output:
     """Show the slack between the collectives of a job, and which optical switches can change circuits within the slack.
 
-    The command reads trace files or, by default, reports on running jobs from the agents of their hosts. Each line of a
+    The data are taken from trace files or, by default, from the agents on the hosts of running jobs. Each line of a
     trace is one JSON object: a collective (`rank`, `op`, `group`, `bytes`, `start_s`, `end_s`, `async`), a mark
     (`rank`, `mark`, `at_s`) or the start of an iteration (`rank`, `iteration`, `at_s`). The command prints the slack
     before each operation, and the windows of an iteration with the lengths that can be promised. For traces, it also

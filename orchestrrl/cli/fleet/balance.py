@@ -17,12 +17,14 @@ STOPPED = {
 
 @command
 def balance(file: ProblemFile) -> Output:
-    """Compute which requests to move so that no worker is a straggler, by the load index of the paper's equation 5.
+    """Compute which requests to move so that no worker is a straggler, based on the load index (equation 5 of the
+    paper).
 
-    The command reads one JSON problem. `theta` is the spread of load indices that is left unchanged. Each of the
-    `workers` has `id`, `running`, `waiting`, `kv_capacity_tokens`, `kv_free_tokens`, `max_sequences` and
-    `decode_tokens_per_s`. The decode rate is null if it is unknown. A worker with running requests and a rate of 0 is
-    stalled. No request is moved.
+    The command reads one JSON problem. The spread is the difference between the highest and the lowest load index. If
+    it is at most `theta`, no move is needed. Each of the `workers` has `id`, `running`, `waiting`,
+    `kv_capacity_tokens`, `kv_free_tokens`, `max_sequences` and `decode_tokens_per_s`. The decode rate is null if it is
+    unknown. A worker with running requests and a rate of 0 is stalled. The command only prints the moves and does not
+    carry them out.
 
     Example:
 

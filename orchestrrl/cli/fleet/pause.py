@@ -137,7 +137,7 @@ async def set_version(
     weights: WeightsOption = "",
     reason: Reason = "",
 ) -> Output:
-    """Set the weight version of engines that received weights without the pause barrier, such as after a restart.
+    """Set the weight version of engines that received weights without the pause barrier, for example after a restart.
 
     Example: `orchestrrl engines set-version 13 --engine vllm-1`
     """

@@ -116,9 +116,9 @@ def _targets(to: list[str]) -> "tuple[list[control_pb2.RedeployTarget], list[str
 
 
 async def _first(client: ControlClient, order: "control_pb2.RedeployRequest") -> dict[str, Any]:
-    """Return the first report: the draft of a dry run, or the report of the redeployment that has started. Raises
-    OutcomeUnknown if the daemon does not respond within FIRST_WITHIN_S seconds or closes the call without a response.
-    """
+    """Send `order` to the daemon and return the first report: the draft of a dry run, or the report of the redeployment
+    that has started. Raises OutcomeUnknown if the daemon does not respond within FIRST_WITHIN_S seconds or closes the
+    call without a response."""
     import asyncio
 
     try:

@@ -195,8 +195,8 @@ class StageSteps:
         return max(ends, default=None)
 
     def elapsed_text(self, now_s: float | None = None) -> str | None:
-        """Return the duration from the start of the first step to the end of the last step as text. While a step runs,
-        the duration ends at `now_s`. Return None if the duration is unknown."""
+        """Return, as text, the duration from the start of the first step to the end of the last step or, while a step
+        runs, to `now_s`. Return None if the start or the end is unknown."""
         began_s = self.began_s
         if began_s is None or (now_s is None and any(step["state"] == "running" for step in self.steps)):
             return None

@@ -1,4 +1,5 @@
-"""Commands that show and control the daemon: status, workers, requests, mode, move, moves, and pauses of its parts."""
+"""Commands that show the state of the daemon and control it: status, workers, requests, mode, move and moves, and the
+commands that pause and resume the balancer, the fabric and weight syncs."""
 
 import contextlib
 from collections.abc import Callable, Iterable

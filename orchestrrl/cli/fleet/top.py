@@ -109,7 +109,8 @@ async def _next_picture(client: ControlClient) -> RenderableType:
 
 
 def _columns(workers: list[dict[str, Any]]) -> Columns:
-    """Return the columns of the workers in `orchestrrl status`, with bars for requests and KV use."""
+    """Return the columns of the table of workers. They are those of `orchestrrl status`, with bars added for requests
+    and KV use."""
     most_waiting = max((worker["waiting"] for worker in workers), default=0)
     return {
         **WORKER_COLUMNS,

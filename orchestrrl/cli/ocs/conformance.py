@@ -49,11 +49,11 @@ def conformance(
         list[str] | None, typer.Option(metavar="TEST", help="Run only this test of the table. Can be repeated.")
     ] = None,
 ) -> Output:
-    """Run the conformance suite of all drivers against your switch.
+    """Run the drivers' conformance suite against your switch.
 
     The suite runs without a daemon. It moves mirrors, so use a switch in a lab, or unused ports. Tests that inject
     faults which a real switch cannot simulate are skipped, and the reason is printed. The ports are freed at the end,
-    also after Ctrl-C, SIGTERM or SIGHUP. Circuits that could not be removed are listed with instructions. The exit
+    even after Ctrl-C, SIGTERM or SIGHUP. Circuits that could not be removed are listed with instructions. The exit
     status is 0 if no test failed, 1 if a test failed or the ports are in use, and 2 for invalid options. After a
     signal, it is 128 plus the signal number.
 

@@ -30,8 +30,8 @@ def read_problem(source: str, model: type[Part], checks: Iterable[Check] = ()) -
     """Return the problem in the file `source` (`-`: standard input). Raises ProblemFaults with all errors if the
     problem is invalid.
 
-    `checks` cover what types cannot express, such as duplicate ids. They receive the raw document, so that they also
-    run if types are wrong, and must accept any shape, as `values_at` does.
+    `checks` cover what types cannot express, such as duplicate ids. They receive the raw document, even if it contains
+    wrong types. They must therefore accept a document of any shape, for example by reading it with `values_at`.
     """
     document, faults = _parse(_read(source))
     problem = None
@@ -56,8 +56,8 @@ def infeasible(limit: str, needed: float, available: float, unit: str) -> NoRetu
 def values_at(document: Any, pattern: str, kind: type = object) -> Iterator[tuple[Location, Any]]:
     """Yield the location and value of each match of `pattern` whose type is `kind`. `workers[].id` matches the field
     `id` of each element of `workers`, and `a|b` matches the fields `a` and `b`. `ports{}` matches each key of `ports`,
-    and `ports.*` matches each value in `ports`. Parts of another shape are skipped. A bool does not match the type int.
-    """
+    and `ports.*` matches each value in `ports`. Parts of the document whose shape does not fit the pattern are skipped.
+    A bool does not match the type int."""
     found: list[tuple[Location, Any]] = [((), document)]
     for step in pattern.replace("[]", ".[]").replace("{}", ".{}").split("."):
         found = [inner for location, value in found for inner in _step(location, value, step)]

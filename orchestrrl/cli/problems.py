@@ -76,7 +76,8 @@ class SolveProblem(ProblemPart):
 
 
 def _places(document: Any) -> Iterator[str]:
-    """Check that new requests have no instance, and that running and waiting requests have an instance."""
+    """Check that new requests have no instance, and that running and waiting requests have one. Yield an error message
+    for each request that fails the check."""
     for location, request in values_at(document, "requests[]", dict):
         if "instance" not in request:
             continue

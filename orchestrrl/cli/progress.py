@@ -22,8 +22,8 @@ def showing(
     picture: "Callable[[Report], RenderableType]", news: Callable[[Report | None, Report], Iterable[str]], aside: bool
 ) -> Iterator[Callable[[Report], None]]:
     """Yield a function that shows a report. On a terminal, the function redraws the `picture` of the report in place.
-    In a pipe, it prints the `news` since the previous report, one line per change. With `aside`, it prints the news on
-    standard error, so that standard output contains only the result."""
+    In a pipe, it prints the `news` since the previous report, one line per change. If `aside` is True, it prints the
+    news on standard error in both cases, so that standard output contains only the result."""
     latest: list[Report] = []
     if aside or not stdout().is_terminal:
         console = stderr() if aside else stdout()
@@ -53,8 +53,9 @@ async def until_over(
     advice: Callable[[Report | None], str],
     aside: bool,
 ) -> Report:
-    """Show the reports of an operation that runs in the daemon, and return the last report. Ctrl-C leaves the operation
-    running. In this case, the command prints the `advice` for the last report and exits with status `EXIT_LEFT`."""
+    """Show the reports of an operation that runs in the daemon, as `showing` does, and return the last report. Ctrl-C
+    leaves the operation running. In this case, print the `advice` for the latest report and exit with status
+    `EXIT_LEFT`."""
     import asyncio
 
     latest: Report | None = None
@@ -72,8 +73,8 @@ async def until_over(
 async def persistently(
     fetch: Callable[[Report | None], AsyncIterator[Report]], is_over: Callable[[Report], bool], away: str
 ) -> AsyncIterator[Report]:
-    """Yield the reports of `fetch` until `is_over` is true for a report. If the daemon becomes unreachable, print
-    `away` once and call `fetch` again with the latest report. If the daemon is unreachable before the first report,
+    """Yield the reports of `fetch` until `is_over` is true for a report. While the daemon is unreachable, call `fetch`
+    repeatedly with the latest report, and print `away` only once. If the daemon is unreachable before the first report,
     raise the error."""
     import asyncio
 

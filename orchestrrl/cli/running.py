@@ -33,8 +33,8 @@ def until_stopped(
 ) -> Result | signal.Signals | None:
     """Run the coroutine and return its result. On one of `signals`, call `on_signal`, cancel the coroutine, wait for
     its clean-up and return the last signal received. A further signal also cancels the clean-up, unless the signal is
-    SIGHUP or follows the first signal within `SAME_STOP_S` seconds. If the process inherited SIGHUP as ignored, for
-    example under nohup, SIGHUP stays ignored."""
+    SIGHUP or follows the first signal within `SAME_STOP_S` seconds. Return None if the coroutine was cancelled without
+    a signal. If the process inherited SIGHUP as ignored, for example under nohup, SIGHUP stays ignored."""
     import asyncio  # imported here: it would be a third of the imports of --help
 
     return asyncio.run(_until_stopped(coroutine, signals, on_signal))

@@ -32,8 +32,8 @@ def http_url(host: str, port: int | str) -> str:
 
 
 def remote_fault(host: str, allow: str) -> str:
-    """Return a message that rejects listening on `host`, or "" for a loopback address. `allow` describes the setting
-    that permits other addresses."""
+    """Return an error message if `host` is not a loopback address, or "" if it is one. In the message, `allow`
+    describes the setting that permits other addresses."""
     if is_loopback(host):
         return ""
     return f"is not a loopback address; {allow} to serve other machines"

@@ -73,8 +73,8 @@ class VirtualClock:
 
 
 async def within(clock: Clock, limit_s: float, work: Awaitable[T]) -> T:
-    """Return the result of `work`. Raises Permanent if `work` takes longer than `limit_s` seconds of `clock`. This
-    function otherwise behaves like asyncio.timeout."""
+    """Return the result of `work`. Raises Permanent if `work` takes longer than `limit_s` seconds of `clock`. In all
+    other respects, the function behaves like asyncio.timeout."""
     if limit_s == inf:
         return await work
     task, expired = asyncio.current_task(), False

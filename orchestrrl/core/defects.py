@@ -1,5 +1,5 @@
-"""Count unexpected exceptions in parts of the daemon, log each exception that differs from the previous one, and keep
-the latest exceptions for `orchestrrl status`.
+"""Count unexpected exceptions in parts of the daemon, log each exception that differs from the previous one of the same
+part, and keep the latest exceptions for `orchestrrl status`.
 
 A part is a loop or a long-running task of the daemon. An exception ends the current turn (iteration) of the part, and
 the next turn begins as usual.

@@ -46,8 +46,7 @@ class ProblemFaults(OrchestrRLError):
 
 def path_of(location: tuple[int | str, ...]) -> str:
     """Format a location such as `("ocs", 1, "timeout_s")` as `ocs[1].timeout_s`. Return `(document)` for an empty
-    location.
-    """
+    location."""
     path = ""
     for part in location:
         if isinstance(part, int):

@@ -112,8 +112,8 @@ class NodeRegistry:
                 del self._processes[key]
 
     def doubles(self) -> dict[NodeId, NodeId]:
-        """Return the attached nodes that use the same id as another attached node. The result maps the id under which
-        each of these nodes is listed to the id that the node uses."""
+        """Return the attached nodes that are listed under an id with a hash, because another attached node uses the
+        same id. The result maps the id under which each of these nodes is listed to the id that the node uses."""
         there = {process.id for process in self._processes.values()}
         listed = {process.id: node for (node, _), process in self._processes.items() if process.id != node}
         return {id: node for id, node in listed.items() if node in there}

@@ -165,7 +165,8 @@ class Description(Protocol[S]):
         return None
 
     async def again(self, chain: Chain[S], failed: S) -> Chain[S]:
-        """Clean up after a step that failed during the rollback. Return the chain of steps to try next."""
+        """Clean up after `failed`, a step of the rollback's `chain` that failed. Return the chain to carry out in the
+        next attempt."""
         return chain
 
     def waits_for(self, step: S) -> str:

@@ -1,8 +1,8 @@
 """Data types for the daemon's orders to nodes. An operation has an id, a generation, an expiry, and one result.
 
 A node carries out an operation only once, and responds to later deliveries of the same operation id with the stored
-result. `kind` identifies the type of an action in the journal. `settle` determines the outcome of an operation without
-a result from telemetry.
+result. `kind` identifies the type of an action in the journal. If an operation has no result, `settle` determines its
+outcome from telemetry.
 """
 
 from dataclasses import dataclass
@@ -202,8 +202,8 @@ def settle(operation: Operation, node: NodeId, over_s: float, evidence: Operatio
     """Determine the outcome of an operation from the node's reports. Return None if the reports do not show the outcome
     yet.
 
-    After `over_s` the node does nothing more for the operation, so only a later report proves that a move did not
-    happen. An earlier report can prove that the move did happen.
+    The node does nothing for the operation after the time `over_s`. Therefore only a report after `over_s` proves that
+    a move did not take place, but an earlier report can prove that a move took place.
     """
     if evidence.last_report_s is None:
         return None

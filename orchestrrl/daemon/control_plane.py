@@ -252,8 +252,8 @@ async def run_loops(control_plane: ControlPlane, clock: Clock, *, goes_on: bool 
 
 
 async def _interval_or_step(control_plane: ControlPlane, clock: Clock) -> None:
-    """Wait until the slow loop's next tick is due. This is when the loop's interval has passed or, if a new step begins
-    earlier, one fast interval after its beginning, when the step's requests have arrived."""
+    """Wait until the slow loop's next tick is due. It is due when the loop's interval has passed. If a new step begins
+    earlier, the tick is due one fast interval after the step begins, when the requests of the step have arrived."""
     began = control_plane.fleet.step_began
     await until_set(clock, began, control_plane.config.slow.interval_s)
     if began.is_set():

@@ -1,9 +1,9 @@
-"""Estimate the costs of the fleet's engines from the configured profile, re-fitted to measurements while the engines
-run.
+"""Estimate the costs of the fleet's engines. The estimates start from the configured profile, and are fitted again to
+measurements while the engines run.
 
 This module performs no I/O: reports and results are passed in, and each tick reads the estimates. A re-fit replaces an
-estimate only if the new value differs notably, so that plans do not fluctuate with noise. A restarted daemon begins
-with the configured profile and learns again. Only the durations of engine starts and the fixed part of moves are
+estimate only if the new value differs notably, so that plans do not fluctuate with noise. After a restart, the
+estimates start from the configured profile again. Only the durations of engine starts and the fixed part of moves are
 recovered from the journal.
 """
 
@@ -77,7 +77,7 @@ def given_profile(configuration: Configuration, date: str) -> EngineProfile:
 
 @dataclass(frozen=True, slots=True)
 class CostEstimates:
-    """The current estimates of all configurations."""
+    """The current cost estimates of all configurations."""
 
     profiles: tuple[EngineProfile, ...]
     as_written: Mapping[ConfigurationId, Configuration]  # those with the step times of the configuration file
@@ -94,9 +94,9 @@ class CostEstimates:
     def lines(
         self, snapshot: Snapshot, gpus_count: int, remaining_tokens: Sequence[float] = ()
     ) -> tuple[Configuration, ...]:
-        """Return each configuration with its step time approximated as a linear function over the coming batches.
-        `remaining_tokens` has the expected remaining tokens of each request in flight, from which the sizes of the
-        coming batches are derived."""
+        """Return each configuration with its step time approximated as a linear function of the batch size. The
+        function is fitted to the sizes of the coming batches, which are derived from `remaining_tokens`, the expected
+        remaining tokens of each request in flight, and from the number of GPUs."""
         count = max(1, len(snapshot.requests))
         context = sum(request.context_tokens for request in snapshot.requests) / count
         return tuple(
@@ -147,8 +147,9 @@ class LiveProfile:
     def observe(
         self, report: EngineReport, configuration: ConfigurationId | None, *, crowded_links: bool = False
     ) -> None:
-        """Learn from a report of an engine that has this configuration. If `crowded_links` is True, the report is
-        ignored, because other traffic may slow the engine's steps temporarily."""
+        """Update the measured step and prefill times of `configuration` from a report of one of its engines. A report
+        is ignored if `configuration` is None. It is also ignored if `crowded_links` is True, because other traffic may
+        slow the engine's steps temporarily."""
         sample, watched = report.sample, self._watched.get(report.engine)
         if configuration is None or configuration not in self._known or sample is None or crowded_links:
             self._watched.pop(report.engine, None)
@@ -174,9 +175,9 @@ class LiveProfile:
     def moved(
         self, moves: Sequence[MovedRequest], configuration_of: Callable[[EngineId], ConfigurationId | None]
     ) -> None:
-        """Learn from the finished moves of one operation. The contexts of moves to one engine are prefilled together,
-        so the longest of these moves gives the time to prefill all their tokens. KV transfers are independent of each
-        other."""
+        """Update the estimated costs of moves from the finished moves of one operation. The contexts of moves to one
+        engine are prefilled together, so the duration of the longest of these moves is the time to prefill all their
+        tokens. KV transfers are independent of each other."""
         self._learn_fixed(moves)
         tokens: dict[EngineId, list[int]] = {}
         seconds: dict[EngineId, float] = {}
@@ -197,8 +198,8 @@ class LiveProfile:
                 self._known[configuration].observe_recompute(contexts, seconds[engine])
 
     def _learn_fixed(self, moves: Sequence[MovedRequest]) -> None:
-        """Learn the fixed part of the duration of moves. A stall affects all moves of one operation, so the moves of an
-        operation form one sample for each method."""
+        """Update the fixed part of the duration of moves. A stall affects all moves of one operation, so the moves of
+        an operation form one sample for each method."""
         found = fixed_parts(moves)
         for method in MoveMethod:
             seconds = [seconds for by, seconds in found if by is method]
@@ -218,16 +219,16 @@ class LiveProfile:
         self._fixed_noted_s[method] = seconds
 
     def _loaded(self, configuration: ConfigurationId | None, item: OperationItemResult) -> None:
-        """Learn from a KV transfer. Each GPU of an engine holds a part of the KV cache, and all parts are sent in
-        parallel, so the measured duration is the time to send one part."""
+        """Update the estimated cost of KV transfers from one transfer. Each GPU of an engine holds a part of the KV
+        cache, and all parts are sent in parallel, so the measured duration is the time to send one part."""
         if configuration in self._known and self._transfers is not None:
             tokens = max(1, round(item.loaded_tokens / self._known[configuration].profile.parallelism.gpus))
             self._transfers.observe(tokens * self._priced.kv_bytes_per_token, item.duration_s)
 
     def started(self, starts: Iterable[EngineStart]) -> None:
-        """Learn from the engine starts of redeployments. A start whose expected duration differs from the configured
-        `switch_s` is skipped. The configuration was changed after this start, so the conditions may have changed too.
-        """
+        """Update the measured start times of configurations from the engine starts of redeployments. A start whose
+        expected duration differs from the configured `switch_s` is skipped, because the configuration was changed after
+        this start and the conditions may have changed too."""
         for start in starts:
             known = self._known.get(start.configuration)
             if known is not None and start.expected_s == known.given.switch_s:

@@ -68,9 +68,9 @@ class ModeSwitch:
             self.reason = f"{reason} (not journalled: {error})"
 
     def _recovered(self) -> Mode:
-        """Return the mode in which the daemon starts. This is the last mode that was set, if the configured mode has
-        not changed since, or else the configured mode. If the journal is damaged or the last mode cannot be read,
-        return `advise`."""
+        """Return the mode in which the daemon starts. This is the mode that was set last or, if the configured mode has
+        changed since then, the configured mode. If the journal is damaged or the last mode cannot be read, return
+        `advise`."""
         journal, configured = self._journal, self._configured
         if journal.damage:
             self.reason = _damage_of(journal)

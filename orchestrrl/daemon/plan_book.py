@@ -110,8 +110,7 @@ class PlanBook:
             self._notify_watchers(self._plans[plan])
 
     def deployment_ended(self, plan: PlanId, outcome: RedeploymentOutcome) -> None:
-        """Record the outcome of a redeployment. The cooldown before the next redeployment starts even if this one
-        failed."""
+        """Record the outcome of a redeployment. Its end starts the cooldown, even if the redeployment failed."""
         body = {"done": outcome.done, "detail": outcome.detail, "ended_s": outcome.ended_s}
         self._journal.append(self._clock.now_s(), EntryKind.DEPLOYMENT_ENDED, plan, body)
         self.last_redeploy_s = outcome.ended_s

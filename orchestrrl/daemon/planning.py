@@ -89,7 +89,8 @@ class Planning:
     # --- learn
 
     def recover(self, journal: Journal) -> None:
-        """Recover learned values from the journal entries of earlier daemons."""
+        """Recover measurements of earlier daemons from the journal: the output lengths of steps, the durations of
+        engine starts, and the fixed part of the duration of moves."""
         self.lengths.recover(journal)
         # Engine starts are rare, so their durations are recovered instead of learned again.
         for entry in journal.tail(STARTS_REMEMBERED, (EntryKind.ENGINE_STARTED,)):
@@ -102,7 +103,8 @@ class Planning:
                 self.costs.begin_fixed(*fixed)
 
     def reconfigure(self, config: Config, snapshot: Snapshot, journal: Journal) -> None:
-        """Apply a reloaded configuration."""
+        """Apply a reloaded configuration, and recompute the configurations for the fast loop from `snapshot`. If the
+        bins of output lengths have changed, read the lengths of earlier steps from the journal again."""
         before, self._config = self._config.slow, config
         self._not_startable = self._unstartable(config.fleet)
         if (before.bin_tokens, before.max_output_tokens) != (config.slow.bin_tokens, config.slow.max_output_tokens):
@@ -113,13 +115,14 @@ class Planning:
         self.lines = cost_estimates.lines(snapshot, gpus_count(config, snapshot, cost_estimates.profiles))
 
     def share_nics(self, left: LeftForMoves) -> None:
-        """Set the NIC share that other traffic leaves for KV transfers. The costs of KV transfers are computed from
-        this share from now on."""
+        """Set the NIC share that other traffic leaves for KV transfers. All later costs of KV transfers are computed
+        from this share."""
         self._nics = left
 
     def observe(self, report: EngineReport, configuration: ConfigurationId | None) -> None:
-        """Learn from an agent's report. Reports are ignored while the NICs are congested, because other traffic may
-        slow the engines' steps."""
+        """Update the measured step times of `configuration` from an agent's report. A report is ignored if
+        `configuration` is None. While the NICs are congested, all reports are ignored, because other traffic may slow
+        the engines' steps."""
         self.costs.observe(report, configuration, crowded_links=self._nics.share < NICS_CROWDED)
 
     def offered(self, engine: EngineId, capabilities: EngineCapabilities | None) -> None:
@@ -135,7 +138,7 @@ class Planning:
     # --- implicit configurations
 
     def implicit_configuration(self, engine: EngineId) -> ConfigurationId | None:
-        """Return the engine's implicit configuration, even if its step times are not learned yet. Return None if the
+        """Return the engine's implicit configuration, even if its step times are not known yet. Return None if the
         engine has none."""
         held = self._assumed.get(engine)
         return None if held is None else held[1].profile.id
@@ -157,8 +160,9 @@ class Planning:
         return replace(snapshot, engines=tuple(map(identified, snapshot.engines)))
 
     def _stand_ins(self, cost_estimates: Collection[ConfigurationId]) -> dict[str, ConfigurationId]:
-        """Return, for each model, the implicit configuration among `cost_estimates` with the most observed batches. An
-        engine that has been idle is assumed to be as fast as the other engines that serve the same model."""
+        """Return, for each model, the implicit configuration among `cost_estimates` with the most observed batches. It
+        is used for an engine that has been idle, which is assumed to be as fast as the other engines that serve the
+        same model."""
         best: dict[str, tuple[int, ConfigurationId]] = {}
         for capabilities, assumed in self._assumed.values():
             model, name = capabilities.serving.model, assumed.profile.id
@@ -298,8 +302,8 @@ class Planning:
 
 
 def _move_fixed(body: Mapping[str, Any]) -> tuple[MoveMethod, float] | None:
-    """Return the move method in the body of a journal entry, and the learned fixed part of its duration in seconds.
-    Return None if the entry describes another estimate."""
+    """Return the method of moves to which a journal entry refers, and the fixed part of the duration of such moves in
+    seconds. Return None if the entry describes another estimate."""
     if body.get("figure") != MOVE_FIXED:
         return None
     return MoveMethod(body["method"]), float(body["value"])
@@ -350,7 +354,8 @@ class StepLengths:
         self._waiting: deque[StepStatistics] = deque(maxlen=STEPS_REMEMBERED)
 
     def recover(self, journal: Journal) -> None:
-        """Recover the steps that earlier daemons journalled, if their lengths were counted in the same bins."""
+        """Recover the steps that earlier daemons journalled, except those whose lengths were counted in other bins than
+        this daemon's."""
         for entry in journal.tail(STEPS_REMEMBERED, (EntryKind.STEP_ENDED,)):
             step = journal.interpret(entry, self._written)
             if step is not None:

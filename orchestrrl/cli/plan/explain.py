@@ -78,8 +78,8 @@ def alternatives_table(plan: dict[str, Any]) -> "Table":
 
 
 def instances_table(title: str, instances: Iterable[dict[str, Any]]) -> "Table":
-    """Return a table of instances. If there are many, instances of the same configuration share a row, separately for
-    kept and new instances. The row shows the times of the slowest instance."""
+    """Return a table of instances. If there are many, the kept instances of each configuration share one row, and the
+    new instances of each configuration share another. Such a row shows the times of its slowest instance."""
     engines = sorted(instances, key=lambda each: (each["configuration"], not each["kept"], -_ends_s(each)))
     few = len(engines) <= ENGINES_SHOWN
     alike = groupby(engines, key=lambda each: each["engine_id"] if few else (each["configuration"], each["kept"]))
@@ -132,7 +132,8 @@ def predictions(plan: dict[str, Any]) -> list[str]:
 
 
 def calibration(found: dict[str, Any] | None) -> str:
-    """Return a line about the mean error and the bias of past predictions."""
+    """Return a line about the mean error and the bias of past predictions. If `found` is None or has no error, the line
+    states that no step has ended yet."""
     if found is None or found["error"] is None:
         return "predictions: no step has ended yet"
     steps = "step" if found["steps"] == 1 else "steps"

@@ -1,4 +1,5 @@
-"""`orchestrrl plan`: show the plans of the slow loop and past redeployments; override, pin and release the planner."""
+"""`orchestrrl plan`: show the plans of the slow loop and past redeployments, override the planner's choice, pin the
+deployment, and release the planner."""
 
 import time
 from typing import Annotated, Any
@@ -118,7 +119,7 @@ async def override(
 
 @daemon_command
 async def pin(client: ControlClient, reason: Reason = "", ttl_s: TimeToLive = 0.0) -> Output:
-    """Pin the current deployment until it is released or the pin expires.
+    """Keep the current deployment until the planner is released or the pin expires.
 
     Example: `orchestrrl plan pin --reason "benchmark running" --ttl-s 600`
     """

@@ -52,8 +52,8 @@ def measure(
 ) -> Output:
     """Measure an engine and write its configuration to a profile file. A configuration with the same id is replaced.
 
-    The engine decodes batches of random prompts, from small to large batches. Measurements that exceed the budget are
-    skipped, the largest first. Ctrl-C cancels all requests and leaves the file unchanged.
+    The engine decodes batches of random prompts. Small batches are measured first, and measurements that do not fit in
+    the remaining budget are skipped. Ctrl-C cancels all requests and leaves the file unchanged.
 
     Example: `orchestrrl profile measure http://127.0.0.1:8000 --tp 2 --switch-s 45 --gpu H800 --out profile.yaml`
     """
@@ -99,8 +99,8 @@ def import_(
 ) -> Output:
     """Create a profile from NVIDIA's measured kernel data, with the optional package aiconfigurator-core.
 
-    The times cover only kernels and no other overheads of an engine. If possible, measure your own engines instead.
-    Layouts whose weights leave no memory for the KV cache are omitted.
+    The step times include only the run time of kernels, not the engine's overheads. If possible, measure your own
+    engines instead. Layouts whose weights leave no memory for the KV cache are omitted.
 
     Example: `orchestrrl profile import --model Qwen/Qwen3-32B --system h100_sxm --tp 1,2,4,8 --out profile.yaml`
     """

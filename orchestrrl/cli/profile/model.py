@@ -113,10 +113,12 @@ def score(
         str, typer.Option(help="Predict by: roofline, or measured (rows of the same engine at other lengths).")
     ] = "roofline",
 ) -> Output:
-    """Compare the predicted with the measured time per output token, for each row and as ratios between TP sizes.
+    """Compare the predicted with the measured time per output token (TPOT).
 
-    Predictions are cross-validated. Constants are not fitted on the scored model, and profiles are not fitted on the
-    scored prompt and output lengths. Rows that cannot be predicted are listed with the reason.
+    The command reports the error of each row's prediction and, for rows that differ only in TP, the error of the
+    predicted ratio of their TPOTs. Predictions are cross-validated: a row is predicted with constants that are not
+    fitted on its model, or with a profile that is not fitted on its prompt and output lengths. Rows that cannot be
+    predicted are listed with the reason.
 
     Example: `orchestrrl profile score silicon.csv --source measured`
     """
@@ -142,8 +144,8 @@ def fit(
 ) -> Output:
     """Fit the engine constants of the roofline model, and write them to a Python module.
 
-    The constants are fitted once on all models, and once without each model. `orchestrrl profile score` predicts each
-    model with the constants that were fitted without that model.
+    One set of constants is fitted on all models. In addition, one set for each model is fitted on all other models.
+    `orchestrrl profile score` predicts each model with the set that was fitted without that model.
 
     Example: `orchestrrl profile fit silicon.csv --out planner/cost/fitted.py`
     """

@@ -80,8 +80,8 @@ def or_faults(faults: list[str], check: Callable[[], Result]) -> Result | None:
 
 
 def check_folder(folder: Path | None, option: str) -> None:
-    """Raise ProblemFaults if `folder`, or its closest existing parent, is not a writable folder. This check precedes a
-    long run and creates nothing."""
+    """Raise ProblemFaults if `folder` is not a writable folder or, if it does not exist yet, if its closest existing
+    parent is not one. Do nothing if `folder` is None. The check creates nothing."""
     if folder is None:
         return
     there = next(each for each in (folder, *folder.absolute().parents) if each.exists())

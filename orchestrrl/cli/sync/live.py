@@ -146,7 +146,7 @@ async def abort(client: ControlClient, sync_id: SyncArgument = "", reason: Reaso
 
 @daemon_command
 async def install(client: ControlClient, sync_id: SyncArgument = "", reason: Reason = "") -> Output:
-    """Install immediately a version that is on every host and waits for the next pause (`install: next_pause`).
+    """Immediately install a version that is on every host and waits for the next pause (`install: next_pause`).
 
     Example: `orchestrrl sync install --reason "no rollout is running"`
     """

@@ -267,7 +267,7 @@ class FabricSettings(Section):
 
 
 class CircuitOwnership(StrEnum):
-    """The circuits of a switch that the daemon may remove."""
+    """The rule that determines which circuits of a switch the daemon may remove."""
 
     MADE = "made"  # circuits that this daemon made or an operator took over
     ALL = "all"  # all circuits: the switch has no other users

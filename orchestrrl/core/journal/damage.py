@@ -1,9 +1,9 @@
 """Detect damage to a journal, and replace a damaged journal with a new one that contains its readable entries.
 
 Every entry has a checksum. The file `<journal>.tail` next to the journal contains the number of the last acknowledged
-entry and the sum of the checksums of all entries ever written. The tail is written after each entry, so a process that
-is killed between the two writes leaves a journal with one entry more than its tail records, never with one entry less.
-A journal with fewer entries than its tail records has therefore lost entries, even if the file itself is consistent.
+entry and the sum of the checksums of all entries ever written. The tail is written after each entry. A process that is
+killed between the two writes therefore leaves a journal with one entry more than its tail records, but never with fewer
+entries. If a journal has fewer entries than its tail records, entries were lost, even if the file itself is consistent.
 """
 
 import hashlib
@@ -122,8 +122,7 @@ def sync_folder(journal: Path) -> None:
 
 def read_tail(journal: Path) -> JournalTail | None:
     """Return the content of a journal's tail file, or None if the file does not exist. Raises ValueError if the file is
-    damaged.
-    """
+    damaged."""
     try:
         data = tail_path(journal).read_bytes()
     except FileNotFoundError:
@@ -215,9 +214,9 @@ def _examine_absence(path: Path, tail: JournalTail | None, found: JournalExamina
 
 
 def identify(path: Path, db: sqlite3.Connection, tail: JournalTail | None = None, is_ours: bool = False) -> int:
-    """Return the version of the journal's format. `is_ours` is True if a tail file shows that the file at `path` was a
-    journal. Raises ValueError if the file's header is damaged. Otherwise, raises Permanent if the file is not a journal
-    or has an unsupported format."""
+    """Return the version of the journal's format. `tail` is the content of the tail file, or None if it cannot be read.
+    `is_ours` is True if a tail file shows that the file at `path` was a journal. Raises ValueError if the file's header
+    is damaged. Otherwise, raises Permanent if the file is not a journal or has an unsupported format."""
     (identity,) = db.execute("PRAGMA application_id").fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if identity != APPLICATION_ID:

@@ -6,13 +6,13 @@ a generation.
 
 At the next start of the writer, missing or damaged data is detected (damage.py). The damaged files are kept, their
 readable entries are copied to a new file, and `damage` describes the damage until an operator confirms it. After
-damage, earlier state of the fleet (open operations, the pause barrier, weights, engines) is not recovered, because lost
-entries may have changed it. Operators' settings are recovered as far as they are readable.
+damage, the earlier state of the fleet (open operations, the pause barrier, weights, engines) is not recovered, because
+lost entries may have changed it. Operators' settings are recovered as far as they are readable.
 
 The oldest entries beyond `max_entries` are dropped, except those needed for recovery. These are the entries of open
-operations of every type, the latest ownership of circuits of each switch, and the latest entry about each of these
-subjects: plan control, calibration, end of a deployment, end of a redeployment, mode, routes, barrier, engines, fabric
-control, pauses, packet routes, weights, damage and its confirmation.
+operations of every type, the latest ownership of circuits of each switch, and the latest entry of each of these kinds:
+plan control, calibration, end of a deployment, end of a redeployment, mode, routes, barrier, engines, fabric control,
+pauses, packet routes, weights, damage and its confirmation.
 """
 
 import asyncio
@@ -226,8 +226,7 @@ class JournalReader:
 
     def _entry(self, row: Row) -> JournalEntry | None:
         """Convert a row to an entry. If the row is damaged, call `_damaged`, which may raise an exception, and return
-        None.
-        """
+        None."""
         if not is_intact(row):
             self._damaged(f"entry {row[0]} is damaged")
             return None

@@ -16,8 +16,8 @@ _PLAIN = frozenset({str, float, bool, type(None)})
 
 
 def can_be_written(value: Any, depth: int = DEEPEST) -> bool:
-    """Return whether a JSON object or array has only strings as keys, integers in range and at most `depth` levels. The
-    JSON encoder detects all other faults."""
+    """Return whether, in a JSON object or array, all keys are strings, all integers are in range, and values are nested
+    at most `depth` levels deep. The JSON encoder detects all other faults."""
     if not depth:
         return False
     if isinstance(value, dict):

@@ -25,7 +25,7 @@ def launch_of(fleet: FleetSettings) -> EngineLaunch:
     """Return the launch settings that all engines share. Raises ProblemFaults if `fleet.launch` is missing."""
     settings = fleet.launch
     if settings is None:
-        raise ProblemFaults(["fleet.launch: is missing, got nothing; see `orchestrrl check-config --print-example`"])
+        raise ProblemFaults(["fleet.launch: must be set, got nothing; see `orchestrrl check-config --print-example`"])
     hands_over = fleet.kv_transfer is not None and fleet.kv_transfer.connector is not None
     simulated = settings.engine is EngineProduct.SIMULATED
     as_written = {"engine", "device", "host", "nodes", "cores_per_gpu", "arguments", "environment"}
@@ -101,7 +101,7 @@ def filled(
     if gpus is not None or layout is None:
         groups = [tuple(gpus or ())]
     elif fleet.gpus is None:
-        raise ProblemFaults(["fleet.gpus: is missing, got nothing; set it, or use --gpus"])
+        raise ProblemFaults(["fleet.gpus: must be set unless --gpus is given, got nothing"])
     else:
         count, size = fleet.gpus.count, layout.gpus
         groups = [tuple(GpuId(g) for g in range(at, at + size)) for at in range(0, count - size + 1, size)]

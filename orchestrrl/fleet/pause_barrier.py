@@ -243,7 +243,10 @@ class PauseBarrier:
         if late:
             until = time_of_day(before.until_s)
             words = "; ".join(late)
-            raise Retryable(f"not every gateway has extended the lease: {words}; some may open at {until}", AGAIN_S)
+            raise Retryable(
+                f"cannot extend the lease at every gateway: {words}; these gateways may resume requests at {until}",
+                AGAIN_S,
+            )
         self.state.require_lease(lease_id)
         return self._fleet.weights
 

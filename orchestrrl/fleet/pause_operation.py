@@ -210,7 +210,7 @@ class FleetPause(Description[PauseStep]):
             self._late.clear()
             for node, order in self._orders.items():
                 if order.done() and not rested(order.result()):
-                    raise Retryable(f"gateway {node} did not come to rest: {why(order.result())}", AGAIN_S)
+                    raise Retryable(f"cannot pause gateway {node}: {why(order.result())}", AGAIN_S)
             running = [order for order in self._orders.values() if not order.done()]
             if not running:
                 return
@@ -223,7 +223,7 @@ class FleetPause(Description[PauseStep]):
             report = reports.get(node)
             has = "has not reported" if report is None else f"still has {report.running} running requests"
             words.append(f"gateway {node} {has}")
-        return Retryable(f"the fleet did not come to rest: {'; '.join(words)}", AGAIN_S)
+        return Retryable(f"cannot pause the fleet: {'; '.join(words)}", AGAIN_S)
 
     def _end(self) -> None:
         try:

@@ -218,7 +218,7 @@ class RequestRelay:
     def _check_long_enough(self, target: EngineBackend | None) -> None:
         if target is not None and self._ends_early_on(target):
             raise MoveRefused(
-                f"the request may exceed the context length of {target.id}, {target.context_limit_tokens:g} tokens"
+                f"the request may exceed the context length of {target.id} ({target.context_limit_tokens:g} tokens)"
             )
 
     def _ends_early_on(self, target: EngineBackend) -> bool:

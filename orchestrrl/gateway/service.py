@@ -234,13 +234,13 @@ def _await_operator_url(child: _Child) -> str:
     wait([child.line, child.process.sentinel])
     if not child.line.poll():
         code = child.process.exitcode
-        raise Permanent(f"gateway process {child.place.index} exited with code {code} before it listened")
+        raise Permanent(f"gateway process {child.place.index} exited with code {code} before it started listening")
     try:
         url, operator_url = child.line.recv()
         logger.info("gateway process %d also listens on %s", child.place.index, url)
         return str(operator_url)
     except EOFError as error:
-        raise Permanent(f"gateway process {child.place.index} exited before it listened") from error
+        raise Permanent(f"gateway process {child.place.index} exited before it started listening") from error
 
 
 def _end(children: list[_Child], drain_s: float) -> None:

@@ -57,7 +57,7 @@ class Publication:
             if not 0 <= (value := getattr(self, name)) <= MOST_SECONDS:
                 faults.append(f"{name}: must be >= 0 and <= {MOST_SECONDS:.0f}, got {value}")
         if not 0 <= self.rank < self.world:
-            faults.append(f"rank: must be >= 0 and below world {self.world}, got {self.rank}")
+            faults.append(f"rank: must be >= 0 and less than the world size ({self.world}), got {self.rank}")
         if (size := sum(tensor.bytes for tensor in self.tensors)) > MOST_BYTES:
             faults.append(f"tensors: must have at most {MOST_BYTES} bytes together, got {size}")
         known = {tensor.name: tensor for tensor in self.tensors}

@@ -93,7 +93,8 @@ def fit_step(
     table = np.array(sorted((*sample, *more) for sample, more in zip(samples, beside, strict=True)), dtype=float)
     if len(table) < (4 if prefilled_tokens else 3) or not _varied_apart(table[:, 0], table[:, 1]):
         raise TooFewSamples(
-            f"{len(table)} samples cannot separate sequences from KV tokens; measure several batch and context sizes"
+            f"cannot separate the effect of sequences from that of KV tokens in {len(table)} samples; measure several"
+            " batch sizes and context lengths"
         )
     sequences, step_s, others = table[:, 0], table[:, 2], np.delete(table, (0, 2), axis=1)
     knots = _choose_knots(sequences, others, step_s, line_is_enough, robust)

@@ -64,7 +64,9 @@ class PacketRoute:
         if ways != sorted(set(ways)):
             raise ValueError(f"{self.prefix}: next hops must differ and be in order, got {_hops_text(self.next_hops)}")
         if math.gcd(*(hop.weight for hop in self.next_hops)) != 1:
-            raise ValueError(f"{self.prefix}: weights must have no common divisor, got {_hops_text(self.next_hops)}")
+            raise ValueError(
+                f"{self.prefix}: weights must have no common divisor above 1, got {_hops_text(self.next_hops)}"
+            )
 
     @classmethod
     def of(cls, prefix: str, shares: Mapping[tuple[str, str], int]) -> Self:

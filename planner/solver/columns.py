@@ -138,7 +138,8 @@ def _check(columns: ProblemColumns) -> None:
     worst = int(columns.footprint.argmax())
     if columns.footprint[worst] > roomiest:
         raise Infeasible(
-            f"kv_capacity_tokens: request {problem.requests.ids[worst]} fits no configuration that can be placed",
+            f"kv_capacity_tokens: request {problem.requests.ids[worst]} does not fit in any configuration that can be"
+            " placed",
             int(columns.footprint[worst]),
             roomiest,
             "tokens",

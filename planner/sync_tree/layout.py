@@ -82,7 +82,9 @@ class TrainerLayout:
         _check_stages(self.stage_of_layer, self.pp)
         width, experts = len(self.endpoints) // self.pp, self.ep * self.expert_tp
         if width % experts:
-            raise ValueError(f"the ranks of a stage must be a multiple of EP x expert TP ({experts}), got {width}")
+            raise ValueError(
+                f"the number of ranks of a stage must be a multiple of EP x expert TP ({experts}), got {width}"
+            )
 
     def stages(self, where: Where) -> tuple[int, ...]:
         return _stages(where, self.pp, self.stage_of_layer)
@@ -121,7 +123,7 @@ def megatron_stages(layers: int, pp: int, chunks: int = 1) -> tuple[int, ...]:
     """Return the pipeline stage of each layer in Megatron. If there are several `chunks` per stage (virtual pipeline),
     chunks are assigned to the stages round-robin. Raises ValueError if the layers cannot be divided evenly."""
     if layers % (pp * chunks):
-        raise ValueError(f"{layers} layers cannot be divided by {pp} stages of {chunks} chunks")
+        raise ValueError(f"{layers} layers cannot be divided evenly into {pp} stages of {chunks} chunks")
     each = layers // (pp * chunks)
     return tuple(layer // each % pp for layer in range(layers))
 
@@ -148,7 +150,7 @@ def _blocks(
         shares, own = of, rank
         if heads and heads < of:
             if of % heads:
-                raise ValueError(f"TP must be a multiple of {heads} heads, got {of}")
+                raise ValueError(f"TP must be a multiple of the number of KV heads ({heads}), got {of}")
             shares, own = heads, rank // (of // heads)
         if (heads or length) % shares:
             raise ValueError(f"{heads or length} {'heads' if heads else 'rows'} cannot be divided by TP {of}")
@@ -220,7 +222,7 @@ def _stages(where: Where, pp: int, stage_of_layer: tuple[int, ...]) -> tuple[int
             return (0,)
         if not 0 <= where < len(stage_of_layer):
             raise ValueError(
-                f"layer must be >= 0 and below {len(stage_of_layer)}, the length of stage_of_layer, got {where}"
+                f"layer must be >= 0 and less than the length of stage_of_layer ({len(stage_of_layer)}), got {where}"
             )
         return (stage_of_layer[where],)
     return {"first": (0,), "last": (pp - 1,), "both": tuple(sorted({0, pp - 1}))}[where]
@@ -247,4 +249,6 @@ def _check_stages(stage_of_layer: tuple[int, ...], pp: int) -> None:
     if pp > 1 and not stage_of_layer:
         raise ValueError(f"stage_of_layer must be set if pp > 1, got pp {pp}")
     if stage_of_layer and not 0 <= min(stage_of_layer) <= max(stage_of_layer) < pp:
-        raise ValueError(f"stage_of_layer must name stages below {pp}, got {sorted(set(stage_of_layer))}")
+        raise ValueError(
+            f"stage_of_layer must contain only stages >= 0 and less than pp ({pp}), got {sorted(set(stage_of_layer))}"
+        )

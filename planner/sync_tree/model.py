@@ -48,8 +48,8 @@ class ShardPairs:
                 )
             if (values < 0).any() or values.diagonal().any():
                 raise ValueError(
-                    f"{name} between pods must be >= 0, and 0 within a pod, got a minimum of {values.min()} and"
-                    f" {values.diagonal()} within pods"
+                    f"{name} must be >= 0 between pods and 0 within each pod, got a minimum of {values.min()} and"
+                    f" the values {values.diagonal()} within pods"
                 )
         if ((self.circuits > 0) & (self.gbps <= 0)).any():
             raise ValueError(f"circuits between pods must have gbps > 0, got {self.gbps[self.circuits > 0].min()}")

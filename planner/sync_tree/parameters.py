@@ -28,7 +28,9 @@ class FusedPart:
 
     def __post_init__(self) -> None:
         if self.length < 1 or self.heads < 0 or (self.heads and self.length % self.heads):
-            raise ValueError(f"{self.name}: length must be a multiple of {self.heads} heads, got {self.length}")
+            raise ValueError(
+                f"{self.name}: length must be a multiple of the number of heads ({self.heads}), got {self.length}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,9 @@ def qkv(heads: int, kv_heads: int, head_size: int) -> ParameterSplit:
     """Return the split of grouped-query attention, in which `heads / kv_heads` query heads share each KV head. Raises
     ValueError if `heads` is not a multiple of `kv_heads`."""
     if heads % kv_heads:
-        raise ValueError(f"query heads must be a multiple of {kv_heads} KV heads, got {heads}")
+        raise ValueError(
+            f"the number of query heads must be a multiple of the number of KV heads ({kv_heads}), got {heads}"
+        )
     kv = kv_heads * head_size
     query = FusedPart("q_proj", heads * head_size, heads)
     return ParameterSplit(0, (query, FusedPart("k_proj", kv, kv_heads), FusedPart("v_proj", kv, kv_heads)))
@@ -86,7 +90,7 @@ class Parameter:
         if not self.shape or min(self.shape) < 1:
             raise ValueError(f"{self.name}: every axis must be >= 1, got {self.shape}")
         if axis is not None and axis >= len(self.shape):
-            raise ValueError(f"{self.name}: axis must be below {len(self.shape)}, got {axis}")
+            raise ValueError(f"{self.name}: axis must be less than the number of axes ({len(self.shape)}), got {axis}")
         if axis is not None and self.split.parts and sum(part.length for part in self.split.parts) != self.shape[axis]:
             raise ValueError(
                 f"{self.name}: the lengths of its parts must add up to {self.shape[axis]},"

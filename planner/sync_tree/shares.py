@@ -61,7 +61,9 @@ class EngineShare:
         for name in ("tp", "pp", "ep"):
             size, ranks = getattr(self, name), getattr(self, f"{name}_ranks")
             if size < 1 or not ranks or not all(0 <= rank < size for rank in ranks):
-                raise ValueError(f"{name}_ranks must have only ranks >= 0 and below {name} {size}, got {ranks}")
+                raise ValueError(
+                    f"{name}_ranks must contain at least one rank, all >= 0 and less than {name} ({size}), got {ranks}"
+                )
 
 
 def needed_boxes(shapes: Shapes, share: EngineShare) -> dict[str, tuple[Box, ...]]:

@@ -155,7 +155,7 @@ def _fit(values: NDArray[np.float64], order: tuple[int, int, int], scale: float)
     parameters, seen = len(model.param_names), len(values) - BURNT_STEPS
     if seen <= parameters + 1:
         raise ValueError(
-            f"a model of {parameters} parameters requires at least {parameters + BURNT_STEPS + 2} values,"
+            f"a model with {parameters} parameters requires at least {parameters + BURNT_STEPS + 2} values,"
             f" got {len(values)}"
         )
     # Start at zeros, with a variance of 1: the estimate of statsmodels logs warnings when it fails.

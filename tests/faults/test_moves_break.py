@@ -260,7 +260,7 @@ async def test_request_that_can_never_fit_at_the_destination_stays(start: Start)
     await front.pause(0)
     (result,) = await front.move((asked, "e1"))
     assert not result["done"]
-    assert result["detail"] == "the request may exceed the context length of e1, 4096 tokens"
+    assert result["detail"] == "the request may exceed the context length of e1 (4096 tokens)"
     await front.resume(0)
     check(asked, await answering)
     (ended,) = await front.finished(asked)

@@ -66,7 +66,7 @@ class KubernetesOptions(Section):
     @classmethod
     def _of_a_kubeconfig(cls, context: str | None, given: ValidationInfo) -> str | None:
         if context is not None and given.data.get("kubeconfig", "") is None:
-            raise ValueError("requires options.kubeconfig")
+            raise ValueError("must not be set without options.kubeconfig")
         return context
 
     @field_validator("nodes")
@@ -83,7 +83,7 @@ class KubernetesOptions(Section):
         if unknown:
             raise ValueError(f"must contain only `metadata` and `spec`, not {', '.join(unknown)}")
         if not all(isinstance(part, dict) for part in template.values()):
-            raise ValueError("must contain only objects as `metadata` and `spec`")
+            raise ValueError("`metadata` and `spec` must be objects")
         taken = [name for name in OURS if name in template.get("spec", {})]
         if taken:
             raise ValueError(f"must not set {', '.join(taken)}, which the deployer sets")

@@ -79,7 +79,7 @@ class RayOptions(Section):
         if not per_gpu:
             raise ValueError("must name at least one resource")
         if per_gpu.get("GPU", 1.0) != 1.0:
-            raise ValueError("must request exactly 1 GPU, or none")
+            raise ValueError("must set `GPU` to 1 or omit it")
         return per_gpu
 
 
@@ -213,8 +213,8 @@ class RayDeployer(FixedGpusDeployer):
         if nodes and last >= len(nodes):
             known = ", ".join(nodes)
             raise Permanent(
-                f"engine {spec.engine}: node {last} of the fleet has no address; list all nodes in"
-                f" `fleet.deployer.options.nodes`, got {known}"
+                f"engine {spec.engine}: node {last} of the fleet has no address, because only these nodes are"
+                f" configured: {known}; list all nodes in `fleet.deployer.options.nodes`"
             )
         return parts
 

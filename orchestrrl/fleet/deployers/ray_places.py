@@ -70,8 +70,8 @@ class EnginePlaces:
         if names and place >= len(names):
             raise RayRefusal(
                 "permanent",
-                f"node {place} of the fleet has no address; list all nodes in `fleet.deployer.options.nodes`, got"
-                f" {', '.join(names)}",
+                f"node {place} of the fleet has no address, because only these nodes are configured:"
+                f" {', '.join(names)}; list all nodes in `fleet.deployer.options.nodes`",
             )
         if names:
             found = [n for n in alive if names[place] in (n["NodeManagerAddress"], n["NodeManagerHostname"])]

@@ -81,7 +81,7 @@ def _decompressed(data: bytes, wbits: int) -> bytes:
             wrong = f"the decompressed body must have at most {MOST_BODY_BYTES} bytes"
             raise HttpRefusal(wrong, status=413)
         if not stream.eof:
-            raise zlib.error("the compressed data ends early")
+            raise zlib.error("the compressed data is truncated")
         data = stream.unused_data  # gzip's next member
         if not data:
             return whole

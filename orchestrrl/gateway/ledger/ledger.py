@@ -275,7 +275,7 @@ class RequestRecord:
     def forget_answer(self) -> None:
         """Discard the answer so far. Raises ValueError if the client has received a part of it."""
         if self.delivered:
-            raise ValueError(f"request {self.id} cannot start over, because a part of the answer was delivered")
+            raise ValueError(f"request {self.id} cannot start over, because a part of its response was delivered")
         self.generated_ids = array("I")
         self.logprobs = None
         self.choice_fields.clear()

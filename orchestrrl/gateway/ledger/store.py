@@ -179,7 +179,7 @@ class LedgerStore:
             asked, pieces = await self._read(key, name) if self._may_have(key) else (None, [])
             if asked is not None and asked.digest != digest_of(form.endpoint, body):
                 raise DuplicateRequest(
-                    f"request {name!r} has a stored answer for another body or credential; use another id"
+                    f"request id {name!r} was already used with another body or credential; use another id"
                 )
             entry = LedgerEntry(key, form, body, form.created_unix_s, request.records, self._clock.now_s())
             if asked is not None:

@@ -156,7 +156,7 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
             if self.model_config.quantization is None:
                 missing = sorted(wanted - loaded if loaded is not None else ()) + self._incomplete()
                 if missing:  # vLLM would keep the previous weights there
-                    raise ValueError(f"the checkpoint lacks weights of {', '.join(missing[:5])}")
+                    raise ValueError(f"the checkpoint lacks weights for {', '.join(missing[:5])}")
             finalize_layerwise_reload(self.model, self.model_config)
         except BaseException:
             self._let_go()

@@ -59,7 +59,8 @@ class CheckpointEngineBackend:
         for engine in named:
             if engine not in sync.engines:
                 raise Permanent(
-                    f"engine {engine} must take part in the sync, because ranks on its GPUs would wait for its workers"
+                    f"engine {engine} must take part in the sync, because the trainer's ranks on its GPUs would"
+                    " otherwise wait for its workers"
                 )
             try:
                 self._workers[engine] = int((await sync.at(engine, "inspect", {}))["workers"])
@@ -92,7 +93,8 @@ class CheckpointEngineBackend:
     async def relayed(self, sync: DirectSync, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         if call != TO_WORKERS or not self._is_open:
             raise Permanent(
-                f"{call} cannot be called now; only {TO_WORKERS} can be called, during the trainer's step {UPDATE!r}"
+                f"{call} cannot be called now; only {TO_WORKERS} can be called, and only during the trainer's step"
+                f" {UPDATE!r}"
             )
         sockets: Sequence[tuple[str, str]] = body["sockets"]  # per rank: its GPU, and the socket that announces bytes
         own: dict[EngineId, dict[str, Any]] = {}
@@ -121,7 +123,7 @@ class CheckpointEngineBackend:
                 await transfers.end(version)
             case _:
                 raise Permanent(
-                    f"backend checkpoint_engine does not support act {act!r} at engines; use the same version of"
+                    f"backend checkpoint_engine does not support action {act!r} at engines; use the same version of"
                     " OrchestrRL for the daemon and the peer"
                 )
         return {}

@@ -259,10 +259,14 @@ class SyncActions:
             return result
         words = f"{result.outcome}: {result.detail}".rstrip(": ")
         if engine is None:
-            raise SyncFailed(code, f"order {order.kind} at peer {peer} ended as {words}", self.hub.engines_of([peer]))
+            raise SyncFailed(
+                code,
+                f"order {order.kind} at peer {peer} ended with outcome {words}",
+                self.hub.engines_of([peer]),
+            )
         raise SyncFailed(
             code,
-            f"order {order.kind} at engine {engine} ended as {words}",
+            f"order {order.kind} at engine {engine} ended with outcome {words}",
             [engine],
             unchanged=result.outcome is OrderOutcome.FAILED,
         )

@@ -272,7 +272,7 @@ class WeightSync:
         outcome = (SyncState.ABORTED, "operator", reason or "aborted by an operator")
         record = self.book.open.get(report.id)
         if record is None:
-            raise Permanent(f"cannot abort weight sync {report.id}: it is over, with state {report.state}")
+            raise Permanent(f"cannot abort weight sync {report.id}: it has already ended with state {report.state}")
         if self._running is not None and self._running.sync_record is record:
             self._running.call_off(*outcome)
         elif record in self._not_begun():
@@ -293,7 +293,7 @@ class WeightSync:
         run = self._running
         if run is None or (sync_id and run.sync_record.id != sync_id):
             raise Permanent(
-                "no version waits to be installed, because"
+                "no version is waiting to be installed, because"
                 f" {f'weight sync {sync_id} is not' if sync_id else 'no weight sync is'} running"
             )
         run.install_now()

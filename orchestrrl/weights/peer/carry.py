@@ -59,7 +59,7 @@ class ThreadedCarrier:
         told_again = []
         with self._lock:
             if self._closed:
-                raise Permanent(f"cannot start edges of version {order.version}: this peer is shutting down")
+                raise Permanent(f"cannot start transfers of version {order.version}: this peer is shutting down")
             for edge in order.edges:
                 if (known := self._runs.get((order.version, edge.id))) is None:
                     what = order.version, edge, edge.dst == self._me, staged, order.chunk_bytes, order.stall_s

@@ -181,7 +181,7 @@ class PeerEngines:
                 except OrchestrRLError as error:
                     self._has(own, None)
                     raise OutcomeUnknown(
-                        f"cannot read the version of engine {order.engine} after act {order.act!r}: {error}"
+                        f"cannot read the version of engine {order.engine} after action {order.act!r}: {error}"
                     ) from error
             return json.dumps(dict(told))
 

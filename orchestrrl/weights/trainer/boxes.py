@@ -115,7 +115,7 @@ def to_stage(pieces: Sequence[TensorPiece], rank: int, holders: Mapping[int, Seq
     for piece in pieces:
         ranks = sorted(holders.get(piece.key, (rank,)))
         if rank not in ranks:
-            raise ValueError(f"{piece.meta.name}: the holders must include rank {rank}, which has it, got {ranks}")
+            raise ValueError(f"{piece.meta.name}: the holders of this piece must include rank {rank}, got {ranks}")
         rows = shape_of(piece.box)[0] if piece.box else 1
         if len(ranks) == 1:
             own.append(piece)
@@ -236,7 +236,7 @@ class TrainerRanks:
         rank, world = distributed.get_rank(self._group), distributed.get_world_size(self._group)
         if (rank, world) != (self._rank, self._world):
             raise Permanent(
-                f"rank and world must be those of torch.distributed, {rank} of {world}, got {self._rank} of"
-                f" {self._world}; if only some ranks publish, pass their group"
+                f"rank and world must match torch.distributed (rank {rank}, world {world}), got rank {self._rank} and"
+                f" world {self._world}; if only some ranks publish, pass their group"
             )
         return distributed

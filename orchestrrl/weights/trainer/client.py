@@ -162,7 +162,7 @@ class WeightsClient:
         backoff: Backoff | None = None,
     ) -> None:
         if not 0 <= rank < world:
-            raise ValueError(f"rank must be >= 0 and below world {world}, got {rank}")
+            raise ValueError(f"rank must be >= 0 and less than the world size ({world}), got {rank}")
         if not peer:
             raise ValueError("peer must be the name of the peer on this host, got ''")
         self.address, self.peer = address, PeerId(peer)

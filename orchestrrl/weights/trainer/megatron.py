@@ -40,7 +40,7 @@ class MegatronShards:
     def __post_init__(self) -> None:
         ranks = len(self.layout.endpoints)
         if not 0 <= self.rank < ranks:
-            raise ValueError(f"rank must be >= 0 and below the layout's {ranks} ranks, got {self.rank}")
+            raise ValueError(f"rank must be >= 0 and less than the layout's number of ranks ({ranks}), got {self.rank}")
 
 
 def megatron_pieces(
@@ -84,8 +84,9 @@ def _through_the_model(chunks: Sequence[Mapping[str, Any]], shards: MegatronShar
                 highest = max(highest, number)
                 if before + number >= len(layers):
                     raise Permanent(
-                        f"{name}: the layer must be below {len(layers)}, the layers of stage {stage} in the layout,"
-                        f' got {before + number}; if names count layers through the whole model, pass layers="model"'
+                        f"{name}: the layer must be less than {len(layers)}, the number of layers of stage {stage}"
+                        f" in the layout, got {before + number}; if layers are numbered across the whole model, pass"
+                        ' layers="model"'
                     )
                 plain = f"{match[1]}{layers[before + number]}{match[3]}"
             named[plain] = tensor

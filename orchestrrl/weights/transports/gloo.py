@@ -27,7 +27,7 @@ class GlooTransport(GroupTransport):
 
     def __init__(self, host: str) -> None:
         if not dist.is_gloo_available():
-            raise Permanent("transport gloo needs a torch that is built with gloo; use transport tcp")
+            raise Permanent("transport gloo needs a PyTorch build with gloo; use transport tcp")
         super().__init__(host)
         self._device: Any = None
 

@@ -297,7 +297,7 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
     async def PauseFleet(self, request: pb.PauseFleetRequest, context: Context) -> pb.PauseBarrier:  # type: ignore[override]
         self.received.append(request)
         if request.holder == "too late":
-            await refuse(context, grpc.StatusCode.ABORTED, "gateway gw0 did not come to rest: 3 requests still run")
+            await refuse(context, grpc.StatusCode.ABORTED, "cannot pause gateway gw0: 3 requests still run")
         return BARRIER
 
     async def RenewPause(self, request: pb.RenewPauseRequest, context: Context) -> pb.PauseBarrier:  # type: ignore[override]

@@ -61,7 +61,7 @@ def test_pause_prints_the_lease_and_engines_not_paused(daemon: FakeDaemon) -> No
 def test_pause_fails_if_the_fleet_is_not_quiet(daemon: FakeDaemon) -> None:
     result = run(daemon, "pause", "--holder", "too late")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "gateway gw0 did not come to rest: 3 requests still run (temporary" in result.stderr
+    assert "cannot pause gateway gw0: 3 requests still run (temporary" in result.stderr
 
 
 def test_renew_and_resume(daemon: FakeDaemon) -> None:

@@ -119,7 +119,7 @@ def test_simulated_engines_use_layout_and_costs_of_their_configuration(tmp_path:
 @pytest.mark.parametrize(
     ("document", "arguments", "expected"),
     [
-        ("", (), ["fleet.launch: is missing", "fleet.engines: must not be empty"]),
+        ("", (), ["fleet.launch: must be set", "fleet.engines: must not be empty"]),
         (
             fleet(LAUNCH),
             ("--gpus", "0-x"),

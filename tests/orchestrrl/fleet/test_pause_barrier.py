@@ -144,10 +144,10 @@ async def test_one_gateway_that_fails_to_rest_resumes_all(harness: Harness, faul
             await bad.stop()
         await harness.within(30.0, asked)
         expected = {
-            "slow": "gateway gw1 did not come to rest: not quiet by the deadline: 3 requests",
-            "silent": "the fleet did not come to rest: the pause deadline has passed; gateway gw1 still has 0 running",
-            "gone": "the fleet did not come to rest: gateway gw1 detached; gateway gw1",
-            "refuses": "gateway gw1 did not come to rest: this lease is over",
+            "slow": "cannot pause gateway gw1: not quiet by the deadline: 3 requests",
+            "silent": "cannot pause the fleet: the pause deadline has passed; gateway gw1 still has 0 running",
+            "gone": "cannot pause the fleet: gateway gw1 detached; gateway gw1",
+            "refuses": "cannot pause gateway gw1: this lease is over",
         }
         with pytest.raises(Retryable, match=expected[fault]):
             await asked
@@ -183,9 +183,7 @@ async def test_new_pause_may_begin_while_another_is_undone(harness: Harness) -> 
         harness.gateways["gw0"].drains_s = 10.0
         second = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest()))
         await harness.clock.advance(5.0)
-        with pytest.raises(
-            Retryable, match="the fleet did not come to rest: the pause deadline has passed; gateway gw1"
-        ):
+        with pytest.raises(Retryable, match="cannot pause the fleet: the pause deadline has passed; gateway gw1"):
             await first
         await harness.clock.advance(8.0)
         assert (await second).phase is BarrierPhase.QUIET
@@ -262,7 +260,9 @@ async def test_renewal_that_a_gateway_missed_fails(harness: Harness) -> None:
     async with harness.running("gw0", "gw1"):
         lease = await harness.pause(lease_s=60.0)
         harness.gateways["gw1"].broken = True
-        with pytest.raises(Retryable, match=r"gw1: did not answer in time; some may open at 00:17:4. UTC"):
+        with pytest.raises(
+            Retryable, match=r"gw1: did not answer in time; these gateways may resume requests at 00:17:4. UTC"
+        ):
             await harness.renew(lease, 60.0)
         harness.gateways["gw1"].broken = False
         await harness.renew(lease, 60.0)

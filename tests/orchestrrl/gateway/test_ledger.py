@@ -42,7 +42,7 @@ def test_delivered_answer_cannot_start_over() -> None:
     assert (list(r.generated_ids), r.text, r.take_undelivered(), r.fixed_because) == ([], "", [], "")
     r.append(Chunk((5,), "a"), "a", None, 1.0)
     r.take_undelivered()
-    with pytest.raises(ValueError, match="a part of the answer was delivered"):
+    with pytest.raises(ValueError, match="a part of its response was delivered"):
         r.forget_answer()
 
 

@@ -550,7 +550,7 @@ async def test_request_avoids_engines_with_too_short_context() -> None:
         assert job.records[0].engine == "e1"
         await w.step()
         result = await move(w, "e2")
-        assert (result.done, result.detail) == (False, "the request may exceed the context length of e2, 40 tokens")
+        assert (result.done, result.detail) == (False, "the request may exceed the context length of e2 (40 tokens)")
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 30)
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20)) as job:

@@ -305,7 +305,7 @@ async def test_invalid_publication_is_refused_with_all_faults(harness: Harness) 
     cases = {
         text.replace('"rank":0', '"rank":3').replace('"version":8', '"version":-1'): [
             "version: must be >= 0, got -1",
-            "rank: must be >= 0 and below world 1, got 3",
+            "rank: must be >= 0 and less than the world size (1), got 3",
         ],
         text.replace('"version":8', '"version":"new"').replace('"world":1', '"world":[]'): ["version: ", "world: "],
         text.replace('"version":8', '"version":7'): ["version: must be above 7, got 7"],

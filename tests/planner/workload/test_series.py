@@ -134,7 +134,7 @@ def test_failed_fit_raises_with_a_reason() -> None:
     with pytest.raises(NotForecast, match="must be finite and > 0, got nan"):
         choose_order(np.array([1.0, np.nan] * 10))
     with pytest.raises(
-        NotForecast, match=r"order \(0, 1, 1\): a model of 2 parameters requires at least .* values, got 4; order"
+        NotForecast, match=r"order \(0, 1, 1\): a model with 2 parameters requires at least .* values, got 4; order"
     ):
         choose_order(np.array([1.0, 2.0, 0.0, 1.0]))
     with pytest.raises(NotForecast, match="a forecast requires at least 10 steps, got 9"):

@@ -250,7 +250,7 @@ def test_default_folder_is_that_of_the_peer() -> None:
 
 
 def test_client_rejects_invalid_arguments(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="below world 2, got 2"):
+    with pytest.raises(ValueError, match=r"less than the world size \(2\), got 2"):
         WeightsClient("x:1", peer="p", folder=tmp_path, rank=2, world=2)
     with pytest.raises(ValueError, match="peer must be the name"):
         WeightsClient("x:1", peer="", folder=tmp_path)

@@ -55,7 +55,7 @@ class LeaseEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LastRelease:
-    """The end of a lease. Gateways receive it as an order to open the barrier."""
+    """How the last lease ended. Gateways receive these facts in the order to open the barrier."""
 
     lease: str
     at_s: float
@@ -123,7 +123,8 @@ class PauseState:
         return replace(self, quiet=True)
 
     def renewed(self, lease_id: str, until_s: float) -> "PauseState":
-        """Return the state with a lease until `until_s`. A lease never becomes shorter."""
+        """Return the state in which the current lease lasts until `until_s`, or longer if its present end is later.
+        Raises Permanent if `lease_id` does not match the current lease."""
         lease = self.require_lease(lease_id)
         return replace(self, lease=replace(lease, until_s=max(lease.until_s, until_s)))
 
@@ -141,7 +142,8 @@ class PauseState:
 
         `engines` are all engines of the fleet. `policy_version` is the weight version of all engines except `without`.
         If it is None, no engine received other weights, and engines that were excluded before remain excluded.
-        `weights_source` is the location of the engines' present weights, with or without a new version.
+        `weights_source` is the location of the weights that the engines have now. It can also be given if
+        `policy_version` is None.
         """
         lease = self.require_lease(lease_id)
         before = self.left_out if policy_version is None else ()
@@ -202,8 +204,8 @@ class PauseState:
         raise Permanent(f"lease {lease_id} is unknown or ended long ago; {now}")
 
     def hold(self, now_s: float, settle_s: float = 0.0) -> Hold | None:
-        """Return why no request may be moved, or None if moves are allowed. For `settle_s` after the barrier opens,
-        moves are held because the engines' measured speeds are not representative."""
+        """Return why no request may be moved, or None if moves are allowed. Moves are also held in the first `settle_s`
+        seconds after the barrier has opened, because the engines' measured speeds are not representative then."""
         if self.lease is not None:
             return Hold("barrier_closed", f"the pause barrier is {self.phase}: {self.lease}")
         if self.opened is not None and now_s - self.opened.at_s < settle_s:
@@ -212,8 +214,8 @@ class PauseState:
         return None
 
     def _source(self, newest: int | None, given: str) -> str:
-        """Return the location of the weights of version `newest`: `given`, or the present source if the version is
-        unchanged."""
+        """Return the location of the weights of version `newest`. It is `given` or, if `given` is empty and the version
+        is unchanged, the present location. Return an empty string if the location is unknown."""
         return given or (self.newest_source if newest == self.newest else "")
 
     def _open(self, opened: LastRelease) -> "PauseState":

@@ -57,8 +57,8 @@ class PauseOrders:
         return {node: self.open(node, opened) for node in self._nodes.gateways()}
 
     def withdraw_closes(self, node: NodeId, *, but: PauseLease | None) -> list[str]:
-        """Withdraw a gateway's unanswered orders to close for leases other than `but`. Return the ids of those
-        leases."""
+        """Withdraw the gateway's unanswered orders to close the barrier, except those for lease `but`. If `but` is
+        None, withdraw all of them. Return the lease ids of the withdrawn orders."""
         leases = []
         for each in self._runner.open_on(node):
             action = each.order.action
@@ -68,7 +68,7 @@ class PauseOrders:
         return leases
 
     def opening(self, node: NodeId) -> bool:
-        """Return whether an order to open was sent to the gateway and is still unanswered."""
+        """Return whether an order to open the barrier was sent to the gateway and is still unanswered."""
         return any(isinstance(each.order.action, OpenBarrier) for each in self._runner.open_on(node))
 
     def _order(self, node: NodeId, action: Action, valid_for_s: float) -> Order:
@@ -113,8 +113,8 @@ class FleetPause(Description[PauseStep]):
         return f"pause {self.lease.id} of {self.lease.holder or 'an unnamed holder'}"
 
     async def run(self) -> None:
-        """Bring the fleet to rest. Raises Retryable if the fleet does not come to rest by the lease's deadline.
-        Requests then continue."""
+        """Bring the fleet to rest. If the fleet does not come to rest by the lease's deadline, let requests continue
+        and raise Retryable."""
         await self._operation.run()
         failure = self._operation.failure
         if failure is not None and self._is_held():  # it did not begin: the journal write failed
@@ -132,8 +132,8 @@ class FleetPause(Description[PauseStep]):
         self._end()
 
     def attached(self, node: NodeId, order: Order) -> None:
-        """Include in the operation a gateway that attached after the operation began. `order` is the order to close
-        that was sent to the gateway."""
+        """Include in the operation a gateway that attached after the operation began. `order` is the order to close the
+        barrier that was sent to this gateway."""
         self._orders[node] = order
         self._late.set()
 
@@ -195,8 +195,8 @@ class FleetPause(Description[PauseStep]):
         return lease is not None and lease.id == self.lease.id
 
     async def _all_closed(self) -> list[OperationResult]:
-        """Order all gateways to close, and return their results. Raises Retryable as soon as one gateway fails to come
-        to rest, or if the deadline passes."""
+        """Order all gateways to close their barriers, and return the gateways' results. Raises Retryable as soon as one
+        gateway fails to come to rest or the deadline passes."""
         self._orders.update(self._acts.close_all())
         left_s = self.lease.quiet_by_s + ANSWER_S - self._clock.now_s()
         try:
@@ -233,13 +233,13 @@ class FleetPause(Description[PauseStep]):
 
 
 def rested(result: OperationResult | None) -> bool:
-    """Return whether the gateway carried out its order, even if it could not reach some engines, which are then failed
-    items of `result`."""
+    """Return whether the gateway carried out its order. An order also counts as carried out if the gateway could not
+    reach some engines. `result` is None if the gateway did not answer in time."""
     return result is not None and result.status in (OperationStatus.DONE, OperationStatus.PARTIAL)
 
 
 def why(result: OperationResult | None) -> str:
-    """Return why the gateway did not carry out its order."""
+    """Return why the gateway did not carry out its order. `result` is None if the gateway did not answer in time."""
     if result is None:
         return "did not answer in time"
     items = "; ".join(f"{item.id}: {item.detail}" for item in result.items if not item.done)

@@ -1,7 +1,7 @@
 """Count the finished answers of each request group over all gateways, without I/O.
 
-A gateway cancels the redundant requests of a group whose samples it serves alone. If a group is spread over several
-gateways, only the daemon can detect that it has enough answers.
+If one gateway serves all samples of a group, it cancels the group's redundant requests itself. If the samples are
+spread over several gateways, only the daemon can detect that the group has enough answers.
 """
 
 from collections.abc import Iterable
@@ -47,7 +47,7 @@ class FinishedGroups:
 
 
 def keep_newest(entries: dict[Any, Any], most: int) -> None:
-    """Delete the oldest entries, so that at most `most` entries remain. They are deleted in one batch, because finding
-    the first key of a dictionary passes over every deleted key before it."""
+    """Delete the oldest entries, so that at most `most` entries remain. They are deleted in one batch, because a search
+    for the oldest key of a dictionary is slow after many deletions: it passes over the place of every deleted key."""
     for key in list(islice(entries, max(0, len(entries) - most))):
         del entries[key]

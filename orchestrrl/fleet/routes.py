@@ -26,7 +26,7 @@ SPACING_LAST_S = 1.0
 
 @dataclass(slots=True)
 class _Pace:
-    """Enforces the minimum time between messages that send changes; see SPACING_FIRST_S."""
+    """Enforces the minimum time between two messages that announce changed routes; see SPACING_FIRST_S."""
 
     spacing_s: float = 0.0
     sent_s: float = float("-inf")
@@ -87,8 +87,8 @@ class RoutingTable:
         self._sent.pop(gateway, None)
 
     def changed(self, *, lost: bool = False) -> None:
-        """Send the routes in the next iteration of the event loop, or as soon as the pace allows. The loss of an engine
-        (`lost`) has a separate pace, so that it is not delayed by messages about added engines."""
+        """Send the routes in the next iteration of the event loop, or as soon as the pace allows. If an engine was lost
+        (`lost`), a separate pace applies, so that messages about added engines do not delay this message."""
         pace = self._losses if lost else self._changes
         if pace.sending is not None and not pace.sending.done():
             return
@@ -118,8 +118,8 @@ class RoutingTable:
                 pace.sending.cancel()
 
     def send(self, engines: Sequence[EngineView]) -> None:
-        """Send the routes to every attached gateway that last received other routes. Unchanged routes are sent again
-        after half the expiry time of an order, because a busy gateway may have refused an order that expired."""
+        """Send the routes to every attached gateway that does not have them yet. Unchanged routes are sent again after
+        half the expiry time of an order, because a busy gateway may have refused an order that expired."""
         gateways = self._nodes.gateways()
         now_s = self._clock.now_s()
         expected = self._still_expected(self.expected, now_s)

@@ -99,8 +99,8 @@ class _Engine:
 
 
 def find_names(claims: Iterable[ServerClaim], now_s: float) -> ServerNames:
-    """Group the claims by server and return the engine of each id. The canonical id of a server is the claimed id of
-    the lowest rank or, within a rank, the id that was claimed first."""
+    """Group the claims by server and return the engine of each id. If a server has several ids, its canonical id is the
+    id from the claim with the lowest `rank` or, if several claims have this rank, from the first of these claims."""
     engines: dict[EngineId, _Engine] = {}
     at: dict[tuple[ServerAddress, str], _Engine] = {}
     by_identity: dict[str, _Engine] = {}
@@ -162,8 +162,8 @@ def _apart(place: tuple[ServerAddress, str] | None, engine: _Engine) -> bool:
 
 def _extends(engine: _Engine, claim: ServerClaim, identities: frozenset[str]) -> bool:
     """Return whether a claim that shares only the id with the engine may add facts about the engine's server. It may do
-    so if no address of the server is known yet, or if it is the first agent's claim. It may not do so if the claim and
-    the engine both have identities."""
+    so if no address of the server is known yet, or if it is the first claim of an agent. In both cases, it may not do
+    so if the claim and the engine both have identities."""
     if engine.identities and identities:
         return False
     return not engine.addresses or (claim.rank == 1 and not engine.has_agent)

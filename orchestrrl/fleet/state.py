@@ -76,7 +76,8 @@ class EngineFacts:
     pool: str = ""
 
     def of(self, configuration: Configuration | None) -> "EngineFacts":
-        """Return these facts with the id of `configuration`, and with its limits where the facts have none."""
+        """Return these facts with the id of `configuration`. Limits that these facts lack are taken from
+        `configuration`. Return the facts unchanged if `configuration` is None."""
         if configuration is None:
             return self
         sequences = self.max_sequences or configuration.max_sequences
@@ -173,8 +174,10 @@ class FleetState:
         draining: Iterable[EngineId] = (),
         removed: Iterable[EngineId] = (),
     ) -> None:
-        """Apply the configured engines, which deployed engines override, and the engines that operators added, drained
-        and removed. A removed engine is not part of the fleet, even if an agent reports it healthy."""
+        """Set the engines of the configuration, and the engines that operators added, drained and removed. If an engine
+        is listed more than once, the facts from an operator take precedence over those of the deployed engine, which
+        take precedence over those from the configuration. A removed engine is not part of the fleet, even if an agent
+        reports it healthy."""
         self._draining, self._barred = frozenset(draining), frozenset(removed)
         for engine in self._barred:
             self._deployed.pop(engine, None)
@@ -304,7 +307,8 @@ class FleetState:
         return failovers
 
     def fold_result(self, result: OperationResult) -> None:
-        """Add the moves of a completed operation, and the tokens of the moved requests, to the totals."""
+        """Add the moves of a completed operation, and the tokens that were recomputed or loaded for these moves, to the
+        totals."""
         done = sum(item.done for item in result.items)
         self.totals.moves_done += done
         self.totals.moves_failed += len(result.items) - done
@@ -413,7 +417,8 @@ class FleetState:
     def _meant(
         self, gateway: NodeId, engines: Iterable[EngineId], own: Iterable[GatewayEngine] = ()
     ) -> frozenset[EngineId]:
-        """Return the engines to which these ids of a gateway refer."""
+        """Return the engines to which these ids of a gateway refer. `own` are the engines on the command line of the
+        gateway, whose ids are included."""
         names = {*engines, *(engine.known_as or engine.engine for engine in own)}
         return frozenset(self._names.engine(gateway, name) for name in names)
 

@@ -241,8 +241,9 @@ class EngineAttempt:
 
 
 def _added_tokens(passed_on: Mapping[str, Any], before: int) -> int:
-    """Return the number of tokens that an event or a whole answer adds to the earlier count `before`. The number is
-    negative if `before` was too high. A choice without token ids is counted as one token."""
+    """Return the number of tokens that an event or a whole answer adds to `before`, the number of tokens counted so
+    far. The result is negative if the reported usage shows that `before` was too high. Without usage, a choice that has
+    no token ids is counted as one token."""
     usage = passed_on.get("usage")
     if isinstance(usage, Mapping):
         return _count(usage, "completion_tokens", before) - before

@@ -161,7 +161,8 @@ class GatewayClient:
         self, server: _Server, path: str, body: Mapping[str, Any], headers: Mapping[str, str], busy: Set[int]
     ) -> dict[str, Any]:
         """Make one attempt, which is cancelled if the server is lost. Raises _Gone if the server is lost, is
-        unreachable or cannot accept the request, and RequestRefused if the request is invalid."""
+        unreachable or cannot accept the request, and RequestRefused if the request is invalid. `busy` contains the HTTP
+        statuses below 500 with which the server refuses requests that it cannot accept now."""
         asking = asyncio.create_task(self._post(server, path, body, headers, busy))
         losing = asyncio.create_task(server.lost.wait())
         try:

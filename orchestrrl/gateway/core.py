@@ -156,8 +156,9 @@ class Gateway:
         self.tokens_loaded = 0
 
     def request_group(self, request: CompletionRequest, named_body: Mapping[str, Any] | None = None) -> RequestGroup:
-        """Return a RequestGroup that runs the request. `named_body` identifies a request that its client named and for
-        whose answer the client may reconnect. It is None for other requests."""
+        """Return a RequestGroup that runs the request. If the client gave the request an id, `named_body` is the body
+        that identifies the request in the ledger, so that the client can reconnect for the answer. It is None for
+        requests without an id."""
         return RequestGroup(request, self, named_body)
 
     def relay(self, record: RequestRecord, grown: Callable[[RequestRecord], None]) -> RequestRelay:
@@ -172,8 +173,8 @@ class Gateway:
         return relay
 
     def answered(self, record: RequestRecord) -> None:
-        """Count the version lag of a record that has ended, and end the answers of its group that are now redundant.
-        The client may not have received the answer yet."""
+        """Record the version lag of a record that has ended, and end the answers of its group that are now redundant.
+        The client may not have received the record's answer yet."""
         if record.versions.oldest is not None and record.generated_tokens:
             self.version_lags[record.versions.lag(self.fleet.policy_version)] += 1
         self.cancel_redundant(record)
@@ -305,8 +306,8 @@ class Gateway:
             logger.debug("metrics of %s: %s", backend.id, error)
 
     async def watch(self) -> None:
-        """Move requests away from stalled engines and retry reading unknown capabilities of engines, until
-        cancelled."""
+        """Move requests away from stalled engines, and try again to read the capabilities of engines that did not
+        report them at the first attempt. The method runs until it is cancelled."""
         while True:
             await self.clock.sleep(self.limits.stall_s * WATCH_FRACTION)
             now_s = self.clock.now_s()

@@ -314,8 +314,8 @@ class GatewayPause:
             self.stale_total[OnStale.ABORT] += 1
 
     def learn(self, newest: int | None) -> None:
-        """Set the fleet's policy version to `newest`, the daemon's version, unless `newest` is None. This gateway may
-        have missed the opening of the barrier."""
+        """Set the fleet's policy version to `newest`, the daemon's version, unless `newest` is None. The versions can
+        differ if this gateway missed an opening of the barrier."""
         if newest is None or newest == self._fleet.policy_version:
             return
         self._fleet.policy_version = newest

@@ -44,7 +44,7 @@ class FleetControl(Protocol):
     routes: RoutingTable
 
     async def carry_out(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> MovesOutcome:
-        """Carry out moves of requests, in any daemon mode."""
+        """Carry out moves of requests, regardless of the daemon's mode, and return their outcome."""
 
     def plan_named(self, plan: str) -> Plan:
         """Return the plan with this id. Raises Permanent if the plan is no longer stored."""
@@ -90,8 +90,8 @@ class FleetDeployment:
     keep_asleep: bool = False  # put engines that can sleep to sleep instead of stopping them
 
     def unstartable(self, fleet: FleetSettings) -> dict[ConfigurationId, str]:
-        """Return the configurations that cannot be started, and that plans must therefore not choose, each with the
-        reason."""
+        """Return the configurations that the deployer cannot start, each with the reason. Plans must not choose them.
+        Configurations that need more GPUs than the fleet has are left out, because the planner excludes them itself."""
         why = {}
         for configuration in fleet.configuration_values():
             if configuration.gpus > self.gpus_count:
@@ -143,8 +143,8 @@ class RedeployActions:
         return next(spec for spec in specs if spec.engine == engine)
 
     async def carry_out(self, step: RedeployStep) -> str:
-        """Carry out a step, either forward or as a part of the undo (`going_back`). Return a remark for the report.
-        Raises OrchestrRLError if the step fails."""
+        """Carry out one step of the redeployment or, if `going_back` is set, of its undo. Return a remark for the
+        report. Raises OrchestrRLError if the step fails."""
         kind, engine = step.kind, step.engine
         if kind is StepKind.FENCE:
             return self._fence()
@@ -311,8 +311,8 @@ class RedeployActions:
             await self._clock.sleep(POLL_S)
 
     async def _busy(self, engine: EngineId) -> str:
-        """Return a description of the requests that the engine itself reports, or an empty string if it reports
-        none."""
+        """Return why the engine may still have requests: it reports some, or its metrics cannot be read. Return an
+        empty string if it reports none or has ended."""
         deployed = self.running.get(engine)
         if deployed is None or deployed.life is not EngineLife.ALIVE or not deployed.url:
             return ""

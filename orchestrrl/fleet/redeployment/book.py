@@ -22,7 +22,8 @@ from planner.model import ConfigurationId, EngineId
 @dataclass(frozen=True, slots=True)
 class EngineStart:
     """The duration of an engine's start, in seconds. `elapsed_s` is the time from when the previous engines on its GPUs
-    began to leave until the engine was verified. `expected_s` is the duration that its configuration predicted."""
+    began to leave until the engine was verified. `expected_s` is the duration that was predicted for an engine of its
+    configuration."""
 
     configuration: ConfigurationId
     elapsed_s: float
@@ -161,8 +162,8 @@ class RedeploymentBook:
     def note_engines(
         self, redeployment: Redeployment, report: RedeploymentReport, starts: Mapping[EngineId, EngineStart]
     ) -> None:
-        """Journal which engines were started or stopped, which of their steps failed, and how long each start took.
-        Later start times are predicted from these durations."""
+        """Journal which engines were started or stopped, which of their steps failed, and how long each start took. The
+        durations of later starts are predicted from the journalled durations."""
         gpus = {spec.engine: spec.gpus for spec in redeployment.coming}
         for step_report in report.steps:
             engine = step_report.step.engine

@@ -1,4 +1,4 @@
-"""Change the set of running engines for the planner's plans and for operators, one redeployment at a time.
+"""Change the set of running engines as the planner's plans and operators request, one redeployment at a time.
 
 This module manages the deployment across restarts of the daemon: `recover` finds the running engines, stops the engines
 that belong to no deployment, and resumes an interrupted redeployment. run.py runs a redeployment, actions.py carries

@@ -201,7 +201,8 @@ class RedeploymentRun(Description[RedeployStep]):
 
 @dataclass(slots=True)
 class _Unsettled:
-    """Engines in an intermediate state, derived from the steps that were begun."""
+    """The engines that an unfinished redeployment may have left in an intermediate state, according to the journal
+    entries of its steps."""
 
     stopping: set[EngineId] = field(default_factory=set)  # stop begun, and not known to be done
     dozing: set[EngineId] = field(default_factory=set)  # may sleep, even if the deployer did not record it

@@ -122,8 +122,8 @@ def _target_faults(wish: RedeployRequest, configurations: Mapping[ConfigurationI
 
 
 def _keepable(targets: Sequence[tuple[ConfigurationId, int]], standing: StandingEngine) -> list[EngineSpec]:
-    """Return the existing engines that match the targets. The engines are in the order in which they are dropped if the
-    other engines do not fit."""
+    """Return the existing engines that match the targets. If they leave too little room for the new engines, some of
+    them are dropped, beginning with the first."""
     untouched = {spec.engine for spec in standing.kept_anyway}
     there = [s for s in standing.serving if s.engine in standing.alive and s.engine not in untouched]
     by_configuration = {

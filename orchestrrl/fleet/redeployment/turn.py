@@ -1,4 +1,4 @@
-"""Serialize changes of the deployment."""
+"""Ensure that at most one change of the deployment runs at a time."""
 
 import asyncio
 from collections.abc import Iterator

@@ -140,7 +140,8 @@ def _choices(form: ResponseForm, records: Sequence[RequestRecord]) -> list[dict[
 
 
 def _engine_fields(record: RequestRecord) -> Mapping[str, Any]:
-    """Return the engine's fields for the whole answer that the gateway does not write itself."""
+    """Return the fields that the engine added to the answer as a whole, without the fields that the gateway writes
+    itself."""
     if record.relayed_answer is None:
         return record.answer_fields
     return {name: value for name, value in record.relayed_answer.items() if name not in _WRITTEN_FIELDS}
@@ -262,8 +263,8 @@ class ChunkWriter:
         self._tokens = 0
 
     def news(self) -> bytes:
-        """Return the part of the answer that has not been delivered, as server-sent events. The last event contains the
-        finish_reason."""
+        """Return the part of the answer that has not been delivered, as server-sent events. The last event of the
+        answer contains the finish_reason."""
         parts = []
         deltas, ends = self._record.take_undelivered(), self._record.finish_reason
         for number, delta in enumerate(deltas, 1):

@@ -44,7 +44,7 @@ class AnswerPiece(NamedTuple):
 
     @property
     def others(self) -> dict[str, Any]:
-        """The decoded fields of `more`."""
+        """The fields that are stored in `more`, decoded from JSON."""
         found: dict[str, Any] = json.loads(self.more) if self.more is not None else {}
         return found
 

@@ -196,8 +196,8 @@ class LedgerStore:
 
     def leave(self, entry: LedgerEntry) -> None:
         """Queue the unwritten growth of the entry's answers, and release the claim after the write. Call this method
-        when the records of the entry have ended. If the client has left, call it before the records are marked as ended
-        for that reason."""
+        when the records of the entry have ended. If the client has left, call it before the unfinished records are
+        marked as ended, so that their stored answers can be continued."""
         del self._entries[entry.key]
         if entry.named_request is None and self._clock.now_s() - entry.opened_s < self.keep.from_s:
             if self._claims is not None:
@@ -248,8 +248,9 @@ class LedgerStore:
     # --- growth of the answers ---------------------------------------------------------------------------------------
 
     def _collect_progress(self, after: Sequence[LedgerEntry] = ()) -> None:
-        """Queue the growth of the answers of the entries in `after` or, if it is empty, of all requests older than
-        `PROGRESS_S` seconds. Younger requests may end before a write is worthwhile."""
+        """Queue the growth of the answers of the entries in `after`. If `after` is empty, queue the growth of all
+        requests that have been served for at least `PROGRESS_S` seconds. Younger requests may end before a write is
+        worthwhile."""
         before_s = self._clock.now_s() - PROGRESS_S
         entries = after or [entry for entry in self._entries.values() if entry.opened_s <= before_s]
         for entry in entries[:ENTRIES_AT_ONCE]:

@@ -1,8 +1,9 @@
 """One move of one request: the order, its result, and the KV that is transferred with the request.
 
-KV is valid only for the configuration and weights with which it was computed, which a KV version identifies. The KV is
-loaded only if the KV versions of the attempt at its start, of the source and of the target are equal. Otherwise, or
-after any error, the context is computed again.
+A KV version identifies the configuration and the weights with which KV was computed. KV is valid only for the same
+configuration and weights. It is therefore loaded only if three KV versions are equal: the version when the attempt
+began, the source's present version and the target's version. Otherwise, or after any error, the context is computed
+again.
 """
 
 import asyncio

@@ -50,7 +50,7 @@ class NoPrior(ValueError):
 
 def assumed_of(engine: EngineId, capabilities: EngineCapabilities) -> AssumedProfile:
     """Return the prior for the engine's reported facts. If no prediction is possible, return a typical shape of step
-    times and the reason."""
+    times, with the reason why there is no prior."""
     facts = capabilities.serving
     try:
         return _prior(facts, capabilities.engine, capabilities.max_model_len_tokens or USUAL_CONTEXT_TOKENS)
@@ -133,9 +133,9 @@ def _gpu(facts: ServingFacts) -> GpuModel:
 def _predicted(
     facts: ServingFacts, model: Model, gpu: GpuModel, engine: EngineModel, precision: Precision, longest_tokens: int
 ) -> EngineProfile:
-    """Return the prediction for the reported parallelism. If no TP degree is reported, use the first one with enough KV
-    capacity for a request of `longest_tokens`, since an engine with less capacity does not start. Raises NoPrior if no
-    prediction is possible."""
+    """Return the prediction for the reported parallelism. If no TP degree is reported, use the first degree in TP_TRIED
+    at which a request of `longest_tokens` fits in the KV cache, since an engine with less capacity does not start.
+    Raises NoPrior if no prediction is possible."""
     if (facts.pp or 1) > 1:
         raise NoPrior(f"step times of pipeline stages are not modelled, got PP={facts.pp}")
     for tp in (facts.tp,) if facts.tp else TP_TRIED:
@@ -170,8 +170,9 @@ def _sound(profile: EngineProfile) -> bool:
 
 
 def _precision(facts: ServingFacts, model: Model) -> Precision:
-    """Return the precision of weights and KV cache. The precision of weights is the one that the engine reports, or
-    else the one in the checkpoint's name, or else that of the published model."""
+    """Return the precision of weights and KV cache. The precision of the weights is the one that the engine reports or,
+    if it reports none, the one in the checkpoint's name or, if there is none, that of the published model. The KV cache
+    has 16 bits per element unless the engine reports another number."""
     words = re.split(r"[-_/. ]+", facts.model.lower())
     named = next((QUANTIZED_BITS[word] for word in words if word in QUANTIZED_BITS), None)
     bits = facts.weight_bits or named
@@ -186,8 +187,9 @@ def _typical() -> EngineProfile:
 
 
 def _implicit_id(model: Model, gpu: GpuModel, profile: EngineProfile, precision: Precision) -> ConfigurationId:
-    """Return an id that is unique to the prediction. The id includes the precision if it is unusual, and a hash of the
-    model's sizes if they are not in the table of known models."""
+    """Return an id that is unique to the prediction. The id includes the precision if it differs from the published
+    model's precision with a 16-bit KV cache. It includes a hash of the model's sizes if the table of known models does
+    not contain these sizes."""
     parts = [_slug(model.name), gpu.name, identifier(profile.parallelism)]
     if precision != Precision(model.weight_bits, model.expert_bits):
         parts.append(f"w{precision.weight_bits:g}kv{precision.kv_bits:g}")

@@ -70,8 +70,8 @@ class ObservedPrefill(NamedTuple):
     kv_tokens: float
 
     def prefill_s(self, step: StepTime) -> float | None:
-        """Return the time, in seconds, spent on prefill, i.e. the part of the interval that decoding does not account
-        for. Return None if this time is too uncertain or not positive."""
+        """Return the time, in seconds, spent on prefill: the length of the interval less the time of its decode steps,
+        which is computed from the step times `step`. Return None if the result is too uncertain or not positive."""
         fewest_s, most_s = (
             self.decoded_tokens / batch * step.at(batch, self.kv_tokens) for batch in (self.fewest, self.most)
         )
@@ -135,7 +135,8 @@ def prefilled_between(earlier: EngineSample, later: EngineSample) -> ObservedPre
     """Return the number of prompt tokens that an engine prefilled between two scrapes, with the length of the interval.
     Return None if prefill cannot be separated from decoding.
 
-    Engines count waiting prompts at different times, so intervals with waiting requests are skipped.
+    Intervals with waiting requests are skipped, because engines differ in when they add the tokens of a waiting prompt
+    to their total.
     """
     elapsed_s = later.sampled_s - earlier.sampled_s
     tokens = later.prompt_tokens_total - earlier.prompt_tokens_total
@@ -153,9 +154,10 @@ class ConfigurationEstimate:
     """The cost estimate of one configuration: its initial profile, the current estimate, and the samples from which it
     is computed.
 
-    `date` returns the date of a re-fit in ISO 8601 format. `rebuilt_tokens` maps the length of a context to the number
-    of tokens in usual prompts that take equally long to prefill. For an assumed configuration without a prior, only the
-    shape of its step times is valid until the estimate is `scaled`.
+    `date` returns the date of a re-fit in ISO 8601 format. `rebuilt_tokens` maps the length of a context to its
+    equivalent length: the number of tokens that are prefilled in the same time in prompts of usual length. If it is
+    None, the two lengths are taken as equal. For an assumed configuration without a prior, only the shape of its step
+    times is valid until the estimate is `scaled`.
     """
 
     def __init__(
@@ -166,8 +168,8 @@ class ConfigurationEstimate:
         written: Configuration | None = None,
         assumed: AssumedProfile | None = None,
     ) -> None:
-        """`written` is the configuration as written in the configuration file, without rounding. `assumed` is None
-        unless the configuration is implicit."""
+        """`given` is the initial profile. `written` is the configuration as written in the configuration file, without
+        rounding, or None if it is not in the file. `assumed` is None unless the configuration is implicit."""
         self.given = self.profile = given  # the initial profile; the present estimate
         self.assumed = assumed
         self.scaled = assumed is None or bool(assumed.prior)
@@ -232,7 +234,8 @@ class ConfigurationEstimate:
             self._fresh = True
 
     def refit(self, note: Note) -> None:
-        """Re-fit to the samples and apply notable changes. `note` is called with each changed estimate."""
+        """Re-fit the estimate to the samples, and apply the changes that are large enough to matter to a plan. `note`
+        is called with the configuration's id and a description of each change."""
         if self._fresh and self.scaled:
             self._fresh = False
             self._accept_step(self.fitted(), note)
@@ -252,8 +255,9 @@ class ConfigurationEstimate:
 
     @property
     def as_written(self) -> Configuration | None:
-        """Return the configuration with the step times written in the configuration file. Return None if the
-        configuration is not in the file, or if its step times have been learned since."""
+        """Return the configuration with the step times written in the configuration file, and with the current
+        estimates of its prefill rate and of the duration of an engine's start. Return None if the configuration is not
+        in the file, or if its step times have been re-fitted."""
         if self._written is None or self.refitted:
             return None
         learnt = self.profile
@@ -271,23 +275,23 @@ class ConfigurationEstimate:
 
     @property
     def source(self) -> str:
-        """Return the source of step times: configured, prior or observed."""
+        """Return the source of the step times: `configured`, `prior` or `observed`."""
         if self.assumed is None:
             return "configured"
         return "prior" if self.assumed.prior else "observed"
 
     @property
     def source_detail(self) -> str:
-        """Return the source of step times with details, e.g. `prior: qwen2.5-14b on H100, TP=2; refined by 12 observed
-        batches`."""
+        """Return the source of the step times with details, e.g. `prior: qwen2.5-14b on H100, TP=2; refined by 12
+        observed batches`."""
         if self.source == "observed":
             return f"observed: {self.taken} batches"
         detail = f"{self.source}: {self.assumed.prior if self.assumed is not None else self.profile.id}"
         return f"{detail}; refined by {self.profile.provenance.samples} observed batches" if self.refitted else detail
 
     def notes(self) -> Iterator[str]:
-        """Yield notes for readers of a plan: the source of step times, unless they are as configured, and other learned
-        numbers."""
+        """Yield notes for readers of a plan: one on the source of the step times, unless they are the configured ones,
+        and one on each other number that was estimated from samples."""
         id, provenance = self.profile.id, self.profile.provenance
         error = "" if provenance.fit_error_mean is None else f", error {provenance.fit_error_mean:.1%}"
         if self.assumed is not None and (self.refitted or provenance.source is not ProfileSource.GIVEN):

@@ -92,7 +92,7 @@ class DeployedEngineWatcher:
         await stop(*self._tasks)
 
     async def _stand_in(self, engine: EngineId, client: Engine) -> None:
-        """Watch the engine whenever no agent reports it, until cancelled."""
+        """Watch the engine while no agent reports it. Runs until cancelled."""
         watch: asyncio.Task[None] | None = None
         try:
             while True:

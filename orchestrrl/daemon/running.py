@@ -33,9 +33,9 @@ GRACE_S = 0.5
 async def run_daemon(
     file: ReloadableConfig, clock: Clock, announce: Callable[[str], None], mode: Mode | None = None
 ) -> None:
-    """Run the daemon until cancelled, then shut it down in order. `announce` is called with the server's address once
-    it is bound. `mode` overrides the configured mode. Raises ProblemFaults if a switch's driver finds faults in its
-    options, and Permanent if the journal cannot be opened or an address cannot be bound."""
+    """Run the daemon until cancelled, then shut it down in order. `announce` is called with the address on which the
+    daemon listens, once the address is bound. `mode` overrides the configured mode. Raises ProblemFaults if a switch's
+    driver finds faults in its options, and Permanent if the journal cannot be opened or an address cannot be bound."""
     config = _with_mode(file.config, mode)
     edges = DaemonEdges(
         drivers=drivers_of(config.ocs, clock),

@@ -1,10 +1,11 @@
-"""Provide circuits for weight syncs: report the possible network, bring up circuits for the edges of a plan, and
-restore the previous circuits after the sync.
+"""Provide circuits for weight syncs: report the network that circuits could form, bring up circuits for the edges of a
+plan, and restore the previous circuits after the sync.
 
 The circuit coordinator (fabric/coordinator.py) decides whether and when circuits change. This module announces the
-traffic of a plan's edges, waits for the result, and returns the present network. A sync runs in any case, over the
-circuits that are up. Without an optical fabric, the network is the configured one. According to section 5.2 and
-appendix E of the paper, the circuits of both phases are brought up before the broadcast, and torn down after it.
+traffic of a plan's edges, waits for the result, and returns the network that the circuits then form. If circuits could
+not be changed, the sync uses those that are up. Without an optical fabric, the network is the configured one. According
+to section 5.2 and appendix E of the paper, the circuits of both phases of a sync are brought up before the broadcast,
+and torn down after it.
 """
 
 import asyncio
@@ -109,9 +110,9 @@ class CircuitsForSyncs:
     async def bring_up(
         self, sync_id: str, planned: PlannedSync, on_phase: OnPhase, *, still: bool = False
     ) -> BroughtUp:
-        """Bring up circuits for the traffic of the plan's edges and return the network. If the trainer is traced, wait
-        for its next pause, unless it is known to be idle (`still`). If the call is cancelled, no further circuit is
-        changed."""
+        """Bring up circuits for the traffic of the plan's edges and return the network that then exists. If the trainer
+        is traced, wait for its next pause, unless `still` is True because the trainer is known to be idle. `on_phase`
+        is called at the start of each phase. If the call is cancelled, no further circuit is changed."""
         peers = self._peers()
         job = self._trainer(peers[edge.src] for edge in planned.edges if edge.src in peers) if still else JOB
         intent, notes = intent_of(planned.edges, self._fabric.site, peers, job)
@@ -139,8 +140,8 @@ class CircuitsForSyncs:
 
         The circuits of generation are restored at once. The circuits of training are restored in the trainer's next
         pause. This call does not wait for the pause, since the trainer may be waiting for the sync's end. The call is
-        idempotent, even after a restart of the daemon, because the journal contains the order in which circuits came
-        up.
+        idempotent. This also holds after a restart of the daemon, because the order in which circuits came up is read
+        from the journal.
         """
         periods: list[AnnouncedPeriod] = []
         words: list[str] = []
@@ -178,9 +179,9 @@ class CircuitsForSyncs:
             begun.cancel()
 
     def _before(self, partly: bool) -> list[tuple[str, Stage, str]]:
-        """Return (job, stage, name) of each period whose circuits the last sync replaced. The circuits came up before
-        the sync, and have not come up again or been requested since. `partly` is True if the sync failed after it had
-        changed circuits."""
+        """Return (job, stage, name) of each period whose circuits the last sync replaced. These are the periods whose
+        circuits came up before the sync, and have not come up again or been requested since. If the sync failed after
+        it had changed circuits (`partly`), every period whose circuits came up counts as earlier."""
         up = [(job, stage, name) for (job, stage), name in self._fabric.up.items()]
         syncs = [place for place, (_, stage, _) in enumerate(up) if stage is Stage.WEIGHT_SYNC]
         last = len(up) if partly else max(syncs, default=0)
@@ -201,8 +202,8 @@ class CircuitsForSyncs:
 
 def circuits_of(config: "Config", fabric: CircuitCoordinator | None, peers: Peers) -> SyncCircuits:
     """Return the provider of circuits for the daemon's weight syncs. Beside the optical fabric, an electrical network
-    connects the ToRs whose routers have a packet side. If no routers are configured, it is assumed to connect all ToRs,
-    since all peers reach the daemon."""
+    connects the ToRs whose routers have a packet side. If no routers are configured, this network is assumed to connect
+    all ToRs, since all peers can reach the daemon."""
     network = config.weights.network
     if fabric is None or config.fabric is None:
         return PacketNetwork(network, peers)
@@ -220,7 +221,7 @@ def network_of(
     packet_gbps: float = 0.0,
 ) -> SyncNetwork:
     """Return the network that the cross-connects and the electrical network form. Cross-connects of reserved ports,
-    such as those for responses, are left out."""
+    such as the ports that carry responses from engines to trainers, are left out."""
     ours = [each for each in cross_connects if not any((each.switch, port) in site.reserved for port in each.ports)]
     boundary: Counter[EndpointId] = Counter()
     tors: Counter[EndpointId] = Counter()
@@ -245,9 +246,10 @@ def _network(
     packet_tors: Collection[EndpointId],
     packet_gbps: float,
 ) -> SyncNetwork:
-    """Return the network formed by circuits, given their numbers by PoD, ToR and pair of PoDs. The electrical network
-    connects PoDs without circuits. It is modelled as one link from each PoD to each other PoD, so that the number of
-    links is not a limit."""
+    """Return the network formed by circuits and the electrical network. `boundary`, `tors` and `pairs` hold the number
+    of circuits that leave each PoD, of each ToR, and between each pair of PoDs, respectively. The electrical network
+    connects PoDs that no circuit connects. It is modelled as one link from each PoD to each other PoD, so that the
+    number of links is not a limit."""
     joined = set(packet_tors) if packet_gbps > 0 else set()
     pods = sorted(pod.id for pod in site.pods if any(tor.id in joined for tor in site.tors_of[pod.id]))
     by_packets: dict[tuple[str, str], PairLink] = {pair: PairLink(1, packet_gbps) for pair in combinations(pods, 2)}

@@ -54,8 +54,8 @@ FIRST_ROUTE_S = 1.0  # assumed duration of a route change before one was measure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonEdges:
-    """The external dependencies of a daemon, other than its nodes, and the function that runs its computations. By
-    default, the daemon controls no switches and deploys no engines, and computations run in the calling thread."""
+    """The external dependencies of a daemon, except its nodes, together with the function that runs its computations.
+    By default, the daemon controls no switches and deploys no engines, and computations run in the calling thread."""
 
     drivers: Mapping[str, OcsDriver] = field(default_factory=dict)  # by switch id
     deployment: FleetDeployment | None = None

@@ -178,8 +178,8 @@ class LoadedWeights:
 
 
 class WeightsEngine(Protocol):
-    """Loads weights into one engine over its client's connections. During a load the engine must have no running
-    requests; frozen requests are allowed. A load discards the KV of the old weights."""
+    """Loads weights into one engine over the connections of the engine's client. During a load the engine must have no
+    running requests; frozen requests are allowed. A load discards the KV of the old weights."""
 
     async def load_weights(self, folder: Path | str, version: int, known_sum: str | None = "") -> LoadedWeights:
         """Load a checkpoint from a folder on the engine's host, discard all KV, and set the version. Afterwards the
@@ -187,8 +187,10 @@ class WeightsEngine(Protocol):
         not known yet. If `known_sum` is None, no checksum is required, and the engine need not support setting a
         version.
 
-        Raises Retryable or Permanent if the engine still has its old weights. Raises OutcomeUnknown if the engine may
-        have other weights or a mixture of two versions. The engine then stays paused until a load succeeds."""
+        If the load fails, Retryable or Permanent is raised if the engine still has its old weights, and OutcomeUnknown
+        if it may have other weights or a mixture of two versions. After OutcomeUnknown, the engine stays paused until a
+        load succeeds.
+        """
         ...
 
     async def takes_sums(self) -> bool:
@@ -227,9 +229,9 @@ class TransferEnds:
 
 class TransferEngine(Protocol):
     """Transfers weights from a trainer's process into one engine with the product's own mechanism. The engine must be
-    paused when `start` is called, and it stays paused. It reports no version between `start` and `finish`. From `start`
-    on, methods raise Permanent or Retryable if the engine is unchanged, and OutcomeUnknown if the engine may have
-    changed."""
+    paused when `start` is called, and stays paused. Between `start` and `finish`, the engine reports no version. If a
+    method fails after the call of `start`, it raises Permanent or Retryable if the engine is unchanged, and
+    OutcomeUnknown if the engine may have changed."""
 
     async def ends(self) -> TransferEnds: ...
 

@@ -7,10 +7,10 @@
             yield engine
             await engine.close()
 
-The engine must be idle and run few sequences at once (for example 4), with a context length of 16,384 tokens and a KV
-cache of only slightly more tokens. If it generates more than 50 tokens/s for requests of 1,000 tokens or more, tests
-that abort or pause requests may act too late. It must implement vLLM's HTTP API. If the simulated engine and vLLM
-differ, vLLM is the reference.
+The engine must be idle at first. Its limit on concurrent sequences must be low (for example 4), its context length must
+be 16,384 tokens, and its KV cache must hold only slightly more tokens. If it generates more than 50 tokens/s for
+requests of 1,000 tokens or more, tests that abort or pause requests may act too late. It must implement vLLM's HTTP
+API. If the simulated engine and vLLM differ, vLLM is the reference.
 """
 
 import asyncio

@@ -333,8 +333,10 @@ class ConnectionPool:
         """Return an exchange whose request is not yet sent. The pool's headers override headers of the same name in
         `headers`.
 
-        If `alone` is True, the exchange uses a new connection, so that a control call is not lost. vLLM closes an idle
-        connection after 5 s. If its event loop lags, as on a busy host, it may do so before it reads a new request."""
+        If `alone` is True, the exchange uses a new connection, so that a control call is not lost. vLLM closes a
+        connection that has been idle for 5 s. If vLLM's event loop lags, as on a busy host, vLLM may close the
+        connection although a new request has arrived on it.
+        """
         line = f"{method} {self._path}{path} HTTP/1.1\r\n".encode()
         head = written(pair for pair in headers if pair[0].lower() not in self._own_names)
         if alone:

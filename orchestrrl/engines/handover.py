@@ -3,7 +3,7 @@
 The functions only build these values. The code that runs in the servers is in `orchestrrl/integrations/instrument`. A
 move takes three steps:
 
-1. The router sends every attempt that may move with `saving(...)` in its body, under a unique entry id.
+1. If an attempt may move, the router adds `saving(...)`, with a unique entry id, to the body that it sends.
 2. The router aborts the attempt. The source saves the KV of all prompt and generated tokens, while other requests run.
 3. The router sends the prompt and generated ids to the destination as one prompt, with `loading(...)` for the
    attempt's entry.
@@ -52,7 +52,7 @@ def vllm_arguments(shared: Path, *, max_age_s: float | None = None, max_bytes: i
 
 
 def entry_id(*names: object) -> str:
-    """Return the id of a KV entry, which is a hash of `names`. The names identify the router's start, the request and
+    """Return the id of a KV entry, which is a hash of `names`. The names identify the router process, the request and
     the attempt, so that the id is unique."""
     return hashlib.sha256(json.dumps([str(name) for name in names]).encode()).hexdigest()[:32]
 

@@ -1,8 +1,8 @@
 """Parse the server-sent events of OpenAI-compatible engines into Chunks, without I/O.
 
-The events of one stream usually differ only in their text and tokens. After one event has been parsed as JSON, later
-events that match it outside these two fields are read by position, at a third of the cost. All other events are parsed
-as JSON.
+The events of one stream usually differ only in their text and tokens. After one event has been parsed as JSON, the text
+and tokens of later events that match it in all other bytes are read by position, which takes a third of the time that
+parsing takes. All other events are parsed as JSON.
 """
 
 import json
@@ -68,7 +68,7 @@ class ChunkReader:
 
     def read_on(self, events: Sequence[bytes], at: int) -> tuple[Chunk | None, int]:
         """Return the chunk that starts at `events[at]`, and the index of the first event after the chunk. Consecutive
-        plain events are merged into one chunk, as in vLLM when its sender lags. The chunk equals the result of
+        plain events are merged into one chunk, as vLLM does when its sender lags. The chunk equals the result of
         `parse_chunk`, except that `raw` is omitted for plain events. Raises StreamError for an error event, and
         ValueError, KeyError, IndexError, TypeError or AttributeError for a malformed event."""
         first = self._framed(events[at])

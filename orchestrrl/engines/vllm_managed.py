@@ -259,7 +259,7 @@ class ManagedVllm:
 
     async def go_on(self, prompt_ids: Sequence[int], tokens: int) -> tuple[int, ...]:
         """Return up to `tokens` tokens that the engine generates greedily after the prompt. Log-probabilities are not
-        requested, because for the first request with log-probabilities vLLM compiles code, which takes seconds."""
+        requested, because vLLM compiles code at the first request for them, which takes seconds."""
         choice = await self._greedy(prompt_ids, _going_on(tokens))
         with self.reading("/v1/completions"):
             ids = tuple(map(int, choice["token_ids"]))
@@ -288,8 +288,8 @@ class ManagedVllm:
         return time.monotonic() - started_s
 
     async def _greedy(self, prompt_ids: Sequence[int], asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the single choice of a greedy completion. An unknown outcome is raised as Retryable, because a
-        completion can be repeated safely."""
+        """Return the single choice of a greedy completion. `asked` are the further fields of the request's body. An
+        unknown outcome is raised as Retryable, because a completion can be repeated safely."""
         path = "/v1/completions"
         body = {"model": await self.model(), "prompt": list(prompt_ids), "temperature": 0, **asked}
         try:

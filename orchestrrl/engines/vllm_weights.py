@@ -185,7 +185,7 @@ class VllmWeights:
         return TransferEnds(info.weight_backend or "", (facts.tp or 1) * (facts.pp or 1) * (info.replicas or 1))
 
     async def join(self, init_info: Mapping[str, Any], within_s: float) -> None:
-        """Connect the workers to the trainer. The workers wait for the trainer and do nothing else in that time."""
+        """Connect the workers to the trainer. Until the trainer connects, the workers only wait for it."""
         if "/shutdown_weight_transfer_engine" in (await self._server.as_started()).paths:
             with suppress(OrchestrRLError):  # it fails without a connection, or after an interrupted update
                 await self._server.order("/shutdown_weight_transfer_engine")

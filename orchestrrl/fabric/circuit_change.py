@@ -2,9 +2,9 @@
 outcome.
 
 A change is atomic as far as the device allows. Cross-connects that did not take effect are retried once. If they fail
-again, the change is rolled back. A change whose outcome could not be read stays open until its switch can be read. If
-the change was partly applied, it is then completed if its order is still valid, and undone if the order has expired. If
-no part of it was applied, it is not started again. A trial change that was not confirmed is undone.
+again, the change is rolled back. A change whose outcome could not be read stays open until its switch can be read. A
+change that was partly applied is then completed, or undone if it is no longer valid (`valid_until_s`). A change that
+had no effect is not started again. A trial change that was not confirmed is undone.
 
 core/operation.py runs the steps. circuit_executor.py orders the changes of one switch.
 """

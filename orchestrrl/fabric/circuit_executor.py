@@ -3,8 +3,8 @@ a restarted daemon can complete or undo it.
 
 A change whose outcome could not be read stays open, in this module and in the journal. Before the next command to its
 switch, and after a restart of the daemon, the switch is read and the change is finished or undone. A trial change stays
-open until it is confirmed. If it is not confirmed, its driver reverts it when the trial ends, or the daemon undoes it
-after a restart.
+open until it is confirmed. If it is not confirmed, the switch's driver reverts it at the end of the trial, or the
+daemon undoes it after a restart.
 
 circuit_change.py carries out a single change. circuit_owners.py records which circuits the daemon owns.
 """
@@ -81,8 +81,8 @@ class CircuitExecutor:
         expect_revision: int | None = None,
         revert_in_s: float | None = None,
     ) -> CircuitOutcome:
-        """Plan a change and carry it out. Raises DriverError if nothing was done, or OutcomeUnknown if the outcome is
-        unknown.
+        """Plan a change, carry it out and return its outcome. Raises DriverError if the change failed before any
+        command was sent, and OutcomeUnknown if it is unknown whether the change took effect.
 
         If `expect_revision` is given, the switch must still have that revision, for example the revision that a dry run
         reported. If `revert_in_s` is given, the change is undone that many seconds after it was carried out, unless

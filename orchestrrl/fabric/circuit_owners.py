@@ -1,7 +1,7 @@
 """Record which circuits of each switch the daemon owns, so that drivers can be informed after a restart of the daemon.
 
 A driver stores ownership only in memory. If a switch still has a circuit that the daemon made or an operator took over,
-and the driver treats the circuit as foreign, the circuit is assigned to the driver again.
+and the driver treats the circuit as foreign, the driver is instructed to take the circuit over again.
 """
 
 import logging
@@ -62,8 +62,8 @@ class CircuitOwners:
             await self.read(switch)
 
     async def read(self, switch: str) -> CrossConnectReading:
-        """Read the switch. Circuits that the daemon owns but the driver treats as foreign are first assigned to the
-        driver. Raises DriverError if the switch cannot be read."""
+        """Instruct the switch's driver to take over circuits that the daemon owns but the driver treats as foreign, and
+        return the reading of the switch afterwards. Raises DriverError if the switch cannot be read."""
         driver = self._switches[switch]
         reading = await driver.cross_connects()
         if reading.foreign:

@@ -141,8 +141,8 @@ def _texts(path: str, entry: dict[Any, Any], *fields: str) -> list[tuple[str, st
 
 
 def read_fabric_site(section: Any, folder: Path) -> tuple["Site | None", list[str]]:
-    """Read the site that the section `fabric` names. Return the site and the faults of its file. The site is None if
-    the section names no site or the file has faults."""
+    """Read the site that the section `fabric` names by a path relative to `folder`. Return the site and the faults of
+    its file. The site is None if the section names no site or the file has faults."""
     path = section.get("site") if isinstance(section, dict) else None
     if not isinstance(path, str) or not path:
         return None, []

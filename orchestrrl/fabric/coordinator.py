@@ -171,8 +171,7 @@ class CircuitCoordinator:
     def mask(self, masked: Sequence[str], reason: str) -> None:
         """Exclude these components of the site from use. They replace the components that were excluded before.
         Circuits on excluded components are moved in the next window. Raises ProblemFaults if a component is not part of
-        the site.
-        """
+        the site."""
         self.overrides.mask(masked, reason)
         self._reallocate()
 
@@ -198,8 +197,7 @@ class CircuitCoordinator:
     @property
     def up(self) -> dict[tuple[str, Stage], str]:
         """The name of the last period whose circuits came up, for each job and stage, sorted by the time at which the
-        circuits came up.
-        """
+        circuits came up."""
         return dict(self._up)
 
     def traced_on(self, hosts: Collection[str]) -> frozenset[str]:

@@ -1,6 +1,6 @@
 """Adapt the circuits of generation to each deployment, by announcing the traffic of the new engines as the next period.
 
-When a redeployment ends (a boundary), the departing engines are empty and the new engines have no requests yet, so no
+The end of a redeployment is a boundary: the departing engines are empty and the new engines have no requests yet, so no
 window is needed. Engines that stay keep their bandwidth at every stage of the transition. This module implements
 section 5.2 of the paper. A daemon that finds engines running at its start has missed their boundary, so it changes the
 circuits as soon as no request is running.

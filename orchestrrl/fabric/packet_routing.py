@@ -2,8 +2,8 @@
 routers.
 
 The coordinator changes cross-connects, whereas packets use links between ToRs. A link inside a PoD uses one
-cross-connect, and a link between PoDs uses three (planner/fabric/light.py). Between commits, `maintain` handles links
-that lose or regain light, and routers that have failed. rerouting.py changes the routers.
+cross-connect, and a link between PoDs uses three (planner/fabric/light.py). Between commits, `maintain` reroutes
+packets when links lose or regain light, and retries routers that have failed. rerouting.py changes the routers.
 """
 
 import asyncio
@@ -110,9 +110,9 @@ class FabricRouting:
             self._lit = tuple(lit for lit in self._lit if not lit.goes_over(going))
 
     async def reroute(self, usable: Iterable[PortPair]) -> str:
-        """Route over all links that these cross-connects form, and return the remaining faults. If a switch does not
-        answer, its cross-connects that were not drained are considered up even if they are missing from `usable`. Their
-        links are used if they have light."""
+        """Route packets over all links that these cross-connects form, and return the remaining faults as text. If a
+        switch does not answer, its cross-connects that were not drained are considered up even if they are missing from
+        `usable`. The links over them are used if they have light."""
         async with self._turn:
             wanted = frozenset(usable)
             gone = self._over - wanted
@@ -130,7 +130,7 @@ class FabricRouting:
     # --- between commits
 
     async def maintain(self) -> None:
-        """Route over the circuits that are up, then correct the routes periodically, until cancelled."""
+        """Route packets over the circuits that are up, then correct the routes periodically, until cancelled."""
         while True:
             try:
                 await self._begin()
@@ -146,7 +146,7 @@ class FabricRouting:
             await self._clock.sleep(self._poll_s)
 
     async def _begin(self) -> None:
-        """Route over the existing circuits, unless a routing exists already."""
+        """Route packets over the circuits that are up, unless they are routed already."""
         async with self._turn:
             if self.routed is None:
                 self._lit = await self._find(await self._seen())

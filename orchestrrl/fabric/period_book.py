@@ -1,8 +1,8 @@
 """Store the intents and the outcomes of communication periods. Both are journalled, so that they survive a restart.
 
-Trainers announce many periods per minute. A period that changes no circuits is only counted if a period of the same job
-and name was journalled with the same outcome less than 10 seconds earlier. The count is part of the next entry that is
-journalled for this job and name.
+Trainers announce many periods per minute. A period that changes no circuits is counted instead of journalled if a
+period of the same job and name was journalled with the same outcome less than 10 seconds earlier. The count is part of
+the next entry that is journalled for this job and name.
 """
 
 import logging

@@ -1,9 +1,9 @@
 """Queue announced periods, and decide which period may change circuits and which periods must wait.
 
-Each job has at most one waiting period for training and weight syncs, and one for generation. A newer period supersedes
-the waiting period. Periods of several jobs wait for their windows at the same time, but only one period changes
-circuits at a time. A period during which the caller pauses (a boundary) runs first and alone. Periods that wait for a
-window are deferred until the boundary is over.
+Each job has at most two waiting periods: one for training or a weight sync, and one for generation. A newer period
+supersedes the waiting period of the same kind. Periods of several jobs wait for their windows at the same time, but
+only one period changes circuits at a time. A period during which the caller pauses (a boundary) runs first and alone.
+Periods that wait for a window are deferred until the boundary is over.
 """
 
 import asyncio

@@ -320,8 +320,9 @@ class _Run:
         return seen
 
     async def _beyond(self, rate: float, point_s: float) -> list[StepSample]:
-        """Measure batches that exceed the KV cache. Stops at the first batch that the engine does not run as a whole,
-        or for which the budget is too short."""
+        """Measure batches that exceed the KV cache. `rate` is the prefill rate in tokens/s, and `point_s` the planned
+        decode time of a batch. Stops at the first batch that the engine does not run as a whole, or for which the
+        budget is too short."""
         limits, samples = self._limits, []
         capacity_tokens, longest = limits.kv_capacity_tokens, limits.max_model_len_tokens
         for point in overfills(capacity_tokens, limits.max_sequences, longest, MOST_STEPS):

@@ -1,4 +1,4 @@
-"""Score predicted TPOT, and its ratios between TPs, against measured deployments.
+"""Score predicted TPOT, and the ratios of predicted TPOT between TP degrees, against measured deployments.
 
 A planner chooses between configurations, so ratios matter. The score therefore includes the error of each prediction,
 and, for rows that differ only in TP, the error of `predicted(tp a) / predicted(tp b)` relative to the measured ratio.
@@ -53,8 +53,8 @@ def roofline(deployments: Sequence[MeasuredDeployment]) -> list[ScoredPrediction
 
 
 def ratio_errors(scored: Iterable[ScoredPrediction]) -> list[tuple[tuple[int, int], float]]:
-    """Return the two TPs and an error for each pair of deployments that differ only in TP. The error is the relative
-    error of the predicted ratio between the TPOT at the smaller TP and the TPOT at the larger TP."""
+    """Return the two TP degrees and an error for each pair of deployments that differ only in TP. The error is the
+    relative error of the predicted ratio between the TPOT at the smaller degree and the TPOT at the larger degree."""
     groups: dict[object, list[ScoredPrediction]] = defaultdict(list)
     for row in sorted(scored, key=lambda row: row.deployment.tp):
         groups[row.deployment.but_for_tp()].append(row)

@@ -1,12 +1,12 @@
-"""Move packets off circuits before the caller changes the switches (drain), then wait for light and route over the new
-circuits.
+"""Move packets off circuits before the caller changes the switches (drain). Afterwards, wait until the new circuits
+have light, and route packets over them.
 
     await rerouting.drain(going)     # if this raises NotDrained, the circuits must stay
     ...                              # the switches are changed
     await rerouting.reroute(usable)  # all circuits that are up or coming up
 
 Routes are read from the routers each time. After a restart or an unknown outcome, the next call therefore starts from
-the actual routes. Routers are changed stage by stage, in the order of `planner/fabric/route_plan.py`, and read back
+the actual routes. `planner/fabric/route_plan.py` divides a change of routes into stages, and the routers are read back
 after each stage. If a router fails, the routers whose new routes depend on it keep their old routes.
 """
 
@@ -67,8 +67,8 @@ class RoutedCircuits:
 
 @dataclass
 class _Moved:
-    """The progress of a change of routing tables. `failed` maps each router that failed to the reason. `unread`
-    contains the routers whose current table is unknown."""
+    """The progress of a change of routing tables. `failed` maps each failed router to the reason for the failure.
+    `unread` contains the routers whose current table is unknown."""
 
     plan: pure.ReroutingPlan
     failed: dict[EndpointId, str] = field(default_factory=dict)
@@ -171,8 +171,8 @@ class Rerouting:
     async def answering_routers(
         self, requested: Mapping[tuple[EndpointId, str], Collection[EndpointId]]
     ) -> dict[tuple[EndpointId, str], frozenset[EndpointId]]:
-        """Return, for each (router, interface) pair, which of its requested routers answer on this interface.
-        Interfaces on which no router answers are absent."""
+        """Return, for each (router, interface) pair in `requested`, which of the listed routers answer on this
+        interface. Interfaces on which none of them answers are absent."""
         hops: dict[EndpointId, dict[NextHop, tuple[str, EndpointId]]] = {}
         for (name, interface), others in requested.items():
             for other in others:
@@ -188,8 +188,8 @@ class Rerouting:
         return {end: frozenset(some) for end, some in answering.items()}
 
     async def _dark_ones(self, links: Collection[RoutedLink]) -> dict[RoutedLink, str]:
-        """Wait, up to the time limit, until new circuits have light. Return the circuits that cannot carry packets,
-        each with the reason."""
+        """Wait until new circuits have light, but no longer than the configured time limit. Return the circuits that
+        cannot carry packets, each with the reason."""
         old = set(links).intersection(self.routed.links if self.routed else ())
         new = set(links) - old
         dark = await self.dark(old)  # circuits that carry packets stay in use if their routers do not report
@@ -254,8 +254,8 @@ class Rerouting:
     async def _carry_out(
         self, stages: Iterable[pure.RouteStage], moved: _Moved, stuck: set[tuple[EndpointId, str]]
     ) -> bool:
-        """Apply the stages and return True. If a router fails, return False at once. The remaining changes must then be
-        planned again without the routes that could not be changed."""
+        """Apply the stages and return True. If routes cannot be changed, add them to `stuck` and return False after the
+        current stage. The remaining changes must then be planned again without the routes in `stuck`."""
         for stage in stages:
             results = await self._each({name: self._routers[name].apply(some) for name, some in stage.items()})
             known = len(stuck)

@@ -9,8 +9,8 @@ from planner.fabric.topology import Site
 
 
 def neighbours(site: Site, intent: Intent, others: Iterable[Intent]) -> frozenset[str]:
-    """Return the jobs of those intents in `others` that have ranks in PoDs whose circuits `intent` may change. The job
-    of `intent` is not included."""
+    """Return the jobs that have ranks in PoDs whose circuits `intent` may change. Only the jobs of the intents in
+    `others` are considered, and the job of `intent` is not included."""
     pods = _touched(site, intent)
     return frozenset(
         other.job for other in others if other.job != intent.job and not pods.isdisjoint(_pods(site, other))

@@ -323,8 +323,8 @@ def _part(value: Pod | Tor | Uplink | Server | Switch | Reservation, **plain: ob
 
 
 def site_text(site: Site) -> str:
-    """Return the YAML text that describes the site, with one line per part. `parse_site` of this text returns an equal
-    site."""
+    """Return the YAML text that describes the site, with one line per part. If this text is passed to `parse_site`, the
+    result is equal to `site`."""
     lines: list[str] = []
     for field, value in site_document(site).items():
         if isinstance(value, list):

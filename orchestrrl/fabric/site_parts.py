@@ -122,8 +122,8 @@ _WITH_IDS = ("pods", "tors", "uplinks", "servers", "switches")
 
 @dataclass(frozen=True)
 class SiteParts:
-    """The readable elements of a site's document that may have faults. The elements of each list are keyed by their
-    index in the list."""
+    """The elements of a site's document that could be parsed, although the document may have faults. The elements of
+    each list are keyed by their index in the list."""
 
     pods: Mapping[int, PodPart]
     tors: Mapping[int, TorPart]

@@ -277,8 +277,9 @@ class StageCommitter:
         return StageFailed("window_passed", "; ".join(filter(None, (detail, back))))
 
     async def _reroute(self, order: StageOrder, done: bool) -> str:
-        """Route packets over the circuits that are up after the stage. If the stage failed, read the switches first.
-        Return the remaining routing faults as text, which is empty if there are none."""
+        """Route packets over the circuits that are up after the stage. If `done` is False, the stage has failed, and
+        the switches are read first to find these circuits. Return the routing faults as text, which is empty if there
+        are none."""
         if self.routing is None:
             return ""
         stage = order.stage

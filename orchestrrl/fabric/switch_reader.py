@@ -38,9 +38,8 @@ def device_pairs(facts: SwitchFacts, wanted: PortPair) -> tuple[CrossConnect, ..
 
 
 def _offset(facts: SwitchFacts) -> int:
-    """Return the difference between the device's number for the egress side of a port and its number for the ingress
-    side.
-    """
+    """Return the difference between the two numbers that the device has for a port: the number of the port's egress
+    side minus the number of its ingress side."""
     return facts.egress_ports.start - facts.ingress_ports.start
 
 

@@ -170,7 +170,8 @@ def read_traces(sources: Iterable[Path]) -> list[TraceEvent]:
 
 def study(events: Iterable[TraceEvent], q: float) -> tuple[list[SlackSummary], CommonQuiet]:
     """Return the slack summary of each rank that has collectives, in ascending order of ranks, and the quiet windows
-    that all of these ranks share. The summaries' lower bounds of quiet times are for the quantile `q`."""
+    that all of these ranks share. The lower bounds of quiet times in the summaries are computed for the quantile
+    `q`."""
     ranks = {rank: each for rank, each in by_rank(events).items() if any(isinstance(e, TracedCollective) for e in each)}
     return [summarize(learned(rank, each), q) for rank, each in ranks.items()], common(list(ranks.values()))
 

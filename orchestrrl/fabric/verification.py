@@ -32,9 +32,10 @@ LISTED = 6
 
 @dataclass(frozen=True, slots=True)
 class VerificationReport:
-    """The result of a verification. `links` is the number of links between ToRs over the site's `circuits`. `fibres` is
-    the number of fibres that are verified to be plugged in as the site describes, out of `fibres_of_site` (lanes
-    included). `not_seen` lists the reasons why the other fibres could not be verified."""
+    """The result of a verification. `links` is the number of links between ToRs over the site's `circuits`.
+    `fibres_of_site` is the number of fibres to verify, including the fibres of lanes, and `fibres` is the number of
+    those that are verified to be plugged in as the site describes. `not_seen` lists the reasons why the others could
+    not be verified."""
 
     faults: tuple[CablingFault, ...]
     circuits: int
@@ -248,7 +249,7 @@ def reading_faults(book: frozenset[PortPair], site_reading: SiteReading) -> list
 
 def _pairs_of_lanes(site: Site, lanes: Iterable[Lane]) -> list[tuple[Lane, Lane]]:
     """Return pairs of lanes of different PoDs on the same core switch. If no unpaired lane fits, a lane is paired with
-    a lane of another pair. Lanes are left out if their core switch has lanes of only one PoD."""
+    a lane that is already in another pair. Lanes are left out only if their core switch has lanes of only one PoD."""
     by_core: dict[OcsId, list[Lane]] = {}
     for lane in lanes:
         by_core.setdefault(lane.core, []).append(lane)

@@ -117,7 +117,7 @@ def _pod_layer(
 def _rows(
     site: Site, ends: Iterable[EndpointId], switches: Sequence[Switch], own: Callable[[str], str]
 ) -> tuple[tuple[SwitchRow, ...], Mapping[EndpointId, tuple[int, ...]]]:
-    """Return the rows of switches, and a mapping from each endpoint to its number of fibres to one switch of each row.
+    """Return the rows of switches and, for each endpoint, a tuple with its number of fibres to one switch of each row.
     `own` shortens the names of switches."""
     reserved = Counter(switch for switch, _ in site.reserved)
 

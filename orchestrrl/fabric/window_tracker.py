@@ -58,7 +58,7 @@ class ClockPing:
 
 @dataclass(frozen=True, slots=True)
 class RequestSummary:
-    """An order to an agent to report one summary of the iterations of all ranks."""
+    """An order to an agent to report a summary of the iterations of all ranks on its host."""
 
 
 Order = WatchWindows | StopWatching | ClockPing | RequestSummary
@@ -257,8 +257,9 @@ class WindowTracker:
         return few(listed, MOST_LISTED, ", ") or "none"
 
     async def slack_json(self) -> str:
-        """Request summaries from all attached agents, and return them as a JSON array. They cover the hosts' ranks and
-        the iterations of these ranks. Summaries are expensive for agents, so only operator commands request them."""
+        """Request from each attached agent a summary of the slack of the ranks on its host, and return the summaries as
+        a JSON array. If an agent does not report in time, its previous summary, if any, is returned. Summaries are
+        expensive for agents, so only operator commands request them."""
         attached = [host for host in self.current_hosts() if host.stream is not None]
         for host in attached:
             host.slack_reported.clear()
@@ -309,5 +310,5 @@ class WindowTracker:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """Format ranks as runs, for example `0-7, 9`."""
+    """Format ranks as a list of ranges, for example `0-7, 9`."""
     return few(number_runs(ranks), MOST_LISTED, ", ")

@@ -58,8 +58,9 @@ class Canceller:
         return CancelOutcome(tuple(sorted(ended)), tuple(silent))
 
     def redundant(self, groups: Mapping[NodeId, tuple[str, ...]]) -> None:
-        """Order each gateway to cancel the unfinished requests of its groups that have enough answers. If only one
-        gateway is attached, no order is sent, because this gateway cancels the requests without an order."""
+        """Order gateways to cancel the unfinished requests of groups that have enough answers. `groups` lists these
+        groups for each gateway. If only one gateway is attached, no order is sent, because this gateway cancels the
+        requests without an order."""
         attached = self._nodes.gateways()
         for node in attached if len(attached) > 1 else ():
             if groups.get(node):

@@ -95,8 +95,9 @@ def configured_engines(fleet: FleetSettings) -> list[EngineSpec]:
 def filled(
     fleet: FleetSettings, configuration: ConfigurationId, gpus: Iterable[GpuId] | None = None
 ) -> list[EngineSpec]:
-    """Return start specifications of engines with this configuration. If `gpus` is None, return as many as fit on the
-    fleet's GPUs, otherwise one engine on `gpus`. Raises ProblemFaults if no engine fits or `fleet.gpus` is missing."""
+    """Return start specifications of engines with this configuration. If `gpus` is None, the result has one
+    specification for each engine that fits on the fleet's GPUs. Otherwise, it has one specification, for an engine on
+    `gpus`. Raises ProblemFaults if no engine fits or `fleet.gpus` is missing."""
     layout = fleet.layouts().get(configuration)
     if gpus is not None or layout is None:
         groups = [tuple(gpus or ())]
@@ -114,8 +115,8 @@ def filled(
 
 def launch_faults(fleet: Mapping[Any, Any], known: Iterable[str]) -> list[str]:
     """Return the faults of `fleet.launch`, such as contradictions between it and the other settings of the fleet
-    section. `fleet` is the section as read from the configuration file, before validation. `known` are the ids of the
-    engine configurations."""
+    section. `fleet` is the section as read from the configuration file, before validation. `known` contains the ids of
+    the engine configurations."""
     section = fleet.get("launch")
     if not isinstance(section, dict):
         return []

@@ -209,8 +209,9 @@ class MembershipChanges:
     def _change_names(
         self, change: str, engine: EngineId, step: Callable[[Membership, EngineId], Membership], reason: str
     ) -> None:
-        """Apply `step` to the engine's id and to its aliases, which only nodes use. Aliases are included because an
-        alias becomes the id of a separate engine once no other name refers to the engine."""
+        """Apply `step` to the engine's id and to each alias that only nodes use for the engine. If aliases were left
+        out, an alias would become the id of a separate engine, which the change does not cover, once no other name
+        refers to the engine."""
         names, membership = self._state.names(self._clock.now_s()), self.membership
         others = {id for _, id in names.others.get(engine, ())}
         for name in [engine, *sorted(id for id in others if names.is_other(id) and id not in membership.removed)]:

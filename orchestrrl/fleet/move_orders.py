@@ -57,9 +57,9 @@ def moved_requests(
 
 
 def fixed_parts(moved: Iterable[MovedRequest]) -> list[tuple[MoveMethod, float]]:
-    """Return the method of each move and the fixed part of its duration in seconds, i.e. the duration without the
-    predicted part that grows with the context. Moves without a prediction or a duration are skipped, as are moves whose
-    actual method differs from the ordered method."""
+    """Return, for each move, its method and the fixed part of its duration in seconds. The fixed part is the measured
+    duration minus the predicted time that grows with the context. Moves without a prediction or a duration are skipped,
+    as are moves whose actual method differs from the ordered method."""
     return [
         (each.move.method, each.item.duration_s - (each.move.predicted_s - each.move.fixed_s))
         for each in moved

@@ -55,8 +55,8 @@ class PauseRequest:
     weights_change: bool = False  # the holder changes weights: if the lease expires, versions are unknown
 
     def lease(self, id: str, now_s: float) -> PauseLease:
-        """Return a lease that begins at `now_s` and lasts at least until the deadline. Raises ProblemFaults if a
-        duration is out of range."""
+        """Return a lease that begins at `now_s`. It does not end before the deadline by which the fleet must be at
+        rest. Raises ProblemFaults if a duration is out of range."""
         faults = _seconds_faults("lease_s", self.lease_s) + _seconds_faults("deadline_s", self.deadline_s)
         if faults:
             raise ProblemFaults(faults)
@@ -306,17 +306,18 @@ class PauseBarrier:
         return self._fleet.weights.newest
 
     def attaching(self, node: NodeId) -> None:
-        """Withdraw a gateway's unanswered orders to close for leases that have ended. Otherwise the orders would be
-        sent again when the gateway attaches, and would keep it closed. Order the gateway to open for those leases,
-        unless the barrier is quiet."""
+        """Withdraw a gateway's unanswered orders to close that belong to ended leases. Otherwise, these orders would be
+        sent again when the gateway attaches, and would keep it closed. Also order the gateway to open for these leases,
+        unless the fleet is at rest under another lease."""
         state = self.state
         for lease in self._orders.withdraw_closes(node, but=state.lease):
             if not state.quiet:
                 self._orders.open(node, self._end(lease))
 
     def attached(self, node: NodeId) -> None:
-        """Order a newly attached gateway to close while a lease lasts, so that it sends no requests to engines at rest.
-        A gateway that is still closed for an abandoned lease is ordered to open first, and can then close again."""
+        """Order a newly attached gateway to close if a lease is in effect, so that it sends no requests to engines at
+        rest. A gateway that may have missed the last release of an earlier daemon is ordered to open first, and can
+        then close again."""
         if self._unheard is not None and node not in self._ordered:
             self._ordered.add(node)
             self._orders.open(node, self._unheard)
@@ -407,7 +408,8 @@ class PauseBarrier:
         ]
 
     def _end(self, lease: str) -> LastRelease:
-        """Return the release to send for an ended lease. Only the latest release carries the weight version."""
+        """Return the release with which gateways open after the given lease has ended. The release has a weight version
+        only if it is the fleet's latest release."""
         opened = self._over.get(lease) or LastRelease(lease, 0.0, LeaseEnd.GAVE_UP, "ended under an earlier daemon")
         return opened if opened is self._fleet.weights.opened else replace(opened, policy_version=None, without=())
 

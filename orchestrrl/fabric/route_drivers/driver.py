@@ -174,8 +174,9 @@ class RouterDriver(FromOptions):
         return await self._command("read routes", self._wire.read_routes())
 
     async def _missing(self, changes: Sequence[RouteChange], why: str) -> tuple[RouteChange, ...]:
-        """Wait until the changes are in effect, at most for the time that the router may need to install them. Return
-        the changes that are not in effect by then. Raises OutcomeUnknown if the router cannot be read."""
+        """Wait until the changes are in effect, but no longer than the router may need to install them. Return the
+        changes that are not in effect by then. Raises OutcomeUnknown, with `why` in its message, if the router cannot
+        be read."""
         until_s = self._clock.now_s() + (INSTALL_S if self._wire.capabilities.installs_later else 0.0)
         while True:
             try:
@@ -194,8 +195,9 @@ class RouterDriver(FromOptions):
             await self._clock.sleep(POLL_S)
 
     async def _command(self, name: str, verb: Awaitable[T], late: type[OutcomeUnknown] | None = None) -> T:
-        """Await a call to the wire and return its result. If the call takes longer than the limit, raise the error
-        `late` or, if `late` is None, Retryable. The messages of errors begin with the router's name."""
+        """Await `verb`, a call to the wire, and return its result. If the call takes longer than the limit, raise the
+        error `late` or, if `late` is None, Retryable. The messages of errors begin with the router's name and the
+        command's `name`."""
         try:
             return await within(self._clock, self._command_s, verb)
         except TimeoutError as error:

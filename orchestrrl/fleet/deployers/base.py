@@ -124,8 +124,8 @@ DEPLOYERS = PlugPoint("deployer", "orchestrrl.deployers", {})
 
 
 def read_options(kind: type[Options], options: Mapping[str, Any]) -> Options:
-    """Validate and return a deployer's options. Raises ProblemFaults with every fault if options are invalid. The path
-    of each fault begins with `options.`"""
+    """Validate and return a deployer's options. Raises ProblemFaults with every fault if options are invalid. Each
+    fault begins with the path of the option, for example `options.grace_s`."""
     try:
         return kind.model_validate(dict(options))
     except ValidationError as error:

@@ -118,9 +118,9 @@ def url_of(spec: EngineSpec, launch: EngineLaunch) -> str:
 
 
 def ports_to_try(spec: EngineSpec, launch: EngineLaunch) -> list[tuple[int, bool]]:
-    """Return the pairs (port, whether to reuse the address) that `hold_port` should try in order. The engine's own port
-    is first, without reuse. If the spec gives this port, the port with reuse is second. The spare ports of the launch
-    settings follow, or port 0 (any port) if no last port is set."""
+    """Return the ports that `hold_port` should try, in order, as pairs (port, whether to reuse the address). The
+    engine's own port comes first, without reuse. If the spec sets this port, the same port with reuse comes second. The
+    spare ports of the launch settings follow or, if `last_port` is not set, port 0, which means any port."""
     own = urlsplit(url_of(spec, launch)).port or 0
     first_spare = launch.first_port + layout_flags.PORTS_PER_GPU * launch.per_node
     spare = range(first_spare, launch.last_port + 1) if launch.last_port else (0,)
@@ -189,8 +189,9 @@ def _gpu_faults(spec: EngineSpec) -> list[str]:
 
 
 def _placement_faults(spec: EngineSpec, launch: EngineLaunch) -> list[str]:
-    """Return the faults of the placement on nodes. Every node must have the same number of the engine's GPUs, which
-    must be whole replicas per node or whole nodes per replica."""
+    """Return the faults of the placement on nodes. If a vLLM instance spans several nodes, each node must have the same
+    number of the instance's GPUs. In addition, either each node must hold whole replicas, or each replica must use all
+    of the instance's GPUs on its nodes."""
     faults = []
     for group in _groups(spec, launch):
         sizes = {len(part.gpus) for part in group.parts}
@@ -294,8 +295,8 @@ def _usual(spec: EngineSpec, launch: EngineLaunch) -> dict[str, str]:
 
 
 def _pinned(gpus: Sequence[GpuId], launch: EngineLaunch) -> dict[str, str]:
-    """Return the environment variables that bind a process to its GPUs or, on CPUs, to the corresponding cores. The
-    variables use the GPUs' numbers on the node."""
+    """Return the environment variables that bind a process to its GPUs or, if engines run on CPUs, to the cores that
+    represent these GPUs. The GPUs are numbered as on the node."""
     local = [gpu % launch.per_node for gpu in sorted(gpus)]
     n = launch.cores_per_gpu
     if not local or launch.engine is EngineProduct.SIMULATED:

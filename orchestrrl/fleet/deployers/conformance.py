@@ -181,7 +181,8 @@ class DeployerConformance:
         behaviour: EngineBehaviour = EngineBehaviour.SERVES,
         tp: int = 0,
     ) -> EngineSpec:
-        """Return the spec of an engine with this behaviour. Override this method if the stub cannot be started."""
+        """Return the spec of an engine with this behaviour. If `tp` is 0, the tensor-parallel size is the number of
+        GPUs. Override this method if the stub cannot be started."""
         parallelism = Parallelism(tp=tp or len(gpus))
         return EngineSpec(
             engine=engine,

@@ -8,7 +8,8 @@ An engine is reached at the address of its pod, without a Service. A pod is neve
 
 The fleet's GPU numbers do not identify devices. Kubernetes only counts a node's GPUs, and its device plugin selects the
 GPUs of each pod. The deployer ensures that no GPU serves two engines by comparing the fleet's GPU numbers in the
-objects' annotations. Every daemon of the fleet can see a start before the engine's first process runs.
+objects' annotations. An engine's object exists before its first process runs, so that every daemon of the fleet can
+detect a conflict in time.
 """
 
 import contextlib
@@ -171,9 +172,9 @@ class KubernetesDeployer(FixedGpusDeployer):
         return Retryable(f"not enough resources for engine {engine}: {why}", self._options.schedule_within_s)
 
     async def _let_through(self, made: Object, pods: Sequence[Object]) -> None:
-        """Record the first pods once all of them exist, then open their scheduling gates. Therefore, a pod that is not
-        recorded has never run. If the objects have changed in between, nothing is changed, and the caller polls again.
-        """
+        """Once all of the workload's first pods exist, record them in the workload, and then open their scheduling
+        gates. Because of this order, a pod that is not recorded has never run. Objects that have changed since they
+        were read are not changed, and the caller polls again."""
         first = [pod for pod in pods if not reading.deleting(pod)]
         if reading.uids(made):
             await self._open_gates(made, pods)
@@ -245,8 +246,8 @@ class KubernetesDeployer(FixedGpusDeployer):
 
 @contextlib.contextmanager
 def _begun(begun: bool, what: str) -> Iterator[None]:
-    """Convert a Retryable error into OutcomeUnknown if `begun` is True, because the requested change may have been
-    made."""
+    """Convert a Retryable error in the block into OutcomeUnknown if `begun` is True, because the change may have been
+    made already. `what` describes the change in the message."""
     try:
         yield
     except Retryable as error:

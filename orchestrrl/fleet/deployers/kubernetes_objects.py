@@ -263,7 +263,7 @@ def _container(
     place: int, lines: Sequence[CommandLine], spec: EngineSpec, launch: EngineLaunch, options: KubernetesOptions
 ) -> Object:
     """Return the container that runs the engine process with index `place` of each pod. `lines` contains the process's
-    command line for each pod. If there are several, each pod selects its command line by the pod's index."""
+    command line for each pod. If there are several command lines, each pod selects its own by the pod's index."""
     first, name = lines[0], "engine" if place == 0 else f"process-{place}"
     if len(lines) == 1:
         script, words = f'{_ONCE}exec "$@"', list(first.argv)

@@ -1,8 +1,8 @@
 """Read a fleet's objects in its cluster, and derive an engine's state from its workload, its pods and their nodes.
 
-A failure that Kubernetes would repair ends the engine here. The requests and weights of the old process are lost, and
-only the daemon can determine which weights a new process needs. States and reasons are those of the pod lifecycle
-(https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/).
+A failure that Kubernetes would repair is treated as the end of the engine. The requests and weights of the old process
+are lost, and only the daemon can determine which weights a new process needs. States and reasons are those of the pod
+lifecycle (https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/).
 """
 
 import asyncio
@@ -235,7 +235,7 @@ class FleetView:
         return {name: self._nodes[name][1] for name in names}
 
     async def _list(self) -> dict[str, Found]:
-        """List workloads, then pods, so that a pod that is created meanwhile is not listed without its workload."""
+        """List workloads, then pods, so that the result includes pods that a listed workload creates in between."""
         query = {"labelSelector": selector(self._fleet)}
         made: list[Object] = (await self._api.get(workloads_path(self._namespace, "apps/v1"), query))["items"]
         for each in made:

@@ -1,11 +1,11 @@
 """Determine which processes a layout needs, and the vLLM flags of each process, without side effects.
 
 A layout maps to `--tensor-parallel-size`, `--pipeline-parallel-size`, `--data-parallel-size` and
-`--enable-expert-parallel` (vLLM spreads experts over all of an engine's TP x DP GPUs, or over none). An engine over
-several nodes has a process on each node. Only the first process serves the API; the flag `--headless` disables the API
-in the other processes. The flags of each process follow vLLM's documentation on parallel serving and its
-engine/arg_utils.py (0.32). vLLM's parser accepts all of these flags. Multi-node engines and AFD have not been tested
-with real engines.
+`--enable-expert-parallel`. (In vLLM, expert parallelism covers either all of an engine's TP x DP GPUs or none.) An
+engine over several nodes has a process on each node. Only the first process serves the API; the flag `--headless`
+disables the API in the other processes. The flags of each process follow vLLM's documentation on parallel serving and
+its engine/arg_utils.py (0.32). vLLM's parser accepts all of these flags. Multi-node engines and AFD have not been
+tested with real engines.
 
 AFD requires the experimental plugin vllm-project/afd-plugin in vLLM's environment. An AFD engine has two groups of
 processes. The section `afd` of `--additional-config` defines the side of each group, as described in the plugin's
@@ -29,7 +29,8 @@ ADDITIONAL = "--additional-config"
 
 
 def decided_for(group: "VllmProcesses") -> dict[str, str | None]:
-    """Return the flags that users may not change for this group. Each flag is mapped to vLLM's default."""
+    """Return the flags that the layout decides for this group, so that users may not change them. Each flag is mapped
+    to its default in vLLM, or to None if it has no default."""
     decided = dict(DECIDED)
     if len(group.parts) == 1:  # on one node Ray may place the replicas; elastic EP needs that
         del decided["--data-parallel-backend"]

@@ -52,7 +52,7 @@ class _Seen:
 
     @property
     def leaders(self) -> list[FoundProcess]:
-        """The living processes that were spawned for the engine."""
+        """The engine's living processes that a deployer started directly, without their child processes."""
         if self.record is None or not self.record.leaders:
             return [found for found in self.found if found.leads]
         return [found for found in self.found if any(found.is_same(leader) for leader in self.record.leaders)]
@@ -180,8 +180,8 @@ class LocalDeployer:
         base.check_free(spec.engine, spec.gpus, {each.spec.engine: each.spec.gpus for each in records})
 
     def _clear(self, held: _Seen) -> None:
-        """Kill the processes that an interrupted start or stop has left. Raises Retryable if the processes do not end
-        within FORCE_S seconds."""
+        """Kill the processes that an interrupted start or stop has left behind. Raises Retryable if the processes do
+        not end within FORCE_S seconds."""
         deadline_s = time.monotonic() + FORCE_S
         found = held.found
         while found:

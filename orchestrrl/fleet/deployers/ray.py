@@ -9,8 +9,8 @@ resources that are requested from Ray for each GPU, so that a cluster without GP
 Sleeping engines keep their GPUs, and running engines cannot get more GPUs. The reason is that Ray assigns a bundle's
 GPUs to an actor for the actor's lifetime, and cannot account for any other use of them.
 
-`ray_cluster.py` calls Ray in a separate process: Ray terminates a driver whose cluster is lost, Ray's calls block, and
-the versions of Ray and Python must match the cluster's.
+`ray_cluster.py` calls Ray in a separate process, for three reasons: Ray terminates a driver process whose cluster is
+lost, Ray's calls block, and the versions of Ray and Python must match the cluster's.
 """
 
 import asyncio

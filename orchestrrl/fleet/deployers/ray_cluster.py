@@ -5,9 +5,10 @@ interrupted start is detected. Each engine has its own placement group, unless t
 engines (`ray_places.py`). An engine's detached actors are named `ENGINE#PROCESS.SEAT` and are in the fleet's namespace.
 
 The process needs only Ray, the standard library and the modules that this module imports. `ray.py` starts the process
-and calls it. Each line of standard input is a call, `{"id", "call", ...}`. Each line of standard output is the response
-to a call, `{"id", "value"}` or `{"id", "error": {"kind", "message"}}`. Responses are in order of completion. The first
-call is `open`. The process exits when its standard input is closed.
+and calls it. Each line of standard input is a call, `{"id", "call", ...}`: `call` names a method of RayCluster, and the
+other fields are its arguments. Each line of standard output is the response to a call, `{"id", "value"}` or
+`{"id", "error": {"kind", "message"}}`. Responses are in order of completion. The first call is `open`, which creates
+the RayCluster from the field `settings`. The process exits when its standard input is closed.
 """
 
 import contextlib
@@ -67,9 +68,10 @@ class RayCluster:
     # Start, in two calls: the command lines can only be rendered once the place is known.
 
     def claim(self, engine: str, spec: Json, gpus: list[int], parts: list[Json], host: str, ports: list[Json]) -> Json:
-        """Claim the GPUs for an engine, and reserve bundles and actors for its parts. Return `{"places": [...]}` with
-        the place of each process, or `{"found": state}` if the engine exists already. If an earlier start with the same
-        spec was interrupted, it is cleaned up and the engine is claimed again."""
+        """Claim the GPUs for an engine, reserve bundles and actors for its parts, and reserve the first free port of
+        `ports` on `host` for its first process. Return `{"places": [...]}` with the place of each process, or
+        `{"found": state}` if the engine exists already. If an earlier start with the same spec was interrupted, its
+        remains are removed and the engine is claimed again."""
         with self._turns[engine]:
             with self._claiming:
                 records = self._records()
@@ -275,7 +277,8 @@ class RayCluster:
         self, engine: str, seats: Sequence[Json], host: str, ports: list[Json], is_over: Callable[[], bool]
     ) -> list[Json]:
         """Start an actor for each seat, in the bundle of the seat. Return `{"address", "gpus": [Ray's ids], "port"}` of
-        each process. The port is 0 for all processes but the first."""
+        each process. The port is 0 for all processes but the first. Raises RayRefusal if `is_over` returns True before
+        all actors have started, or if no port is free."""
         calls = []
         for seat in seats:
             group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(seat["group"])))

@@ -109,8 +109,8 @@ class PlaceKeeper:
         self._supervisor.wait()
 
     def _tail(self) -> str:
-        """Return the end of the process's output from the log file. The file is kept over restarts, so it may begin
-        with the output of earlier processes, which is left out."""
+        """Return the end of the process's output from the log file. The file is kept when an engine is restarted, so it
+        may begin with the output of earlier processes, which is left out."""
         try:
             return log_tail(self._log, self._log_from)
         except OSError as error:

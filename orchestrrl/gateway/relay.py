@@ -1,7 +1,7 @@
 """Relay one request: make attempts on one engine after another until the request has an answer.
 
-An attempt ends because it finished, because it was cut (by a move or because its engine stalled) or because its engine
-failed. The record keeps every token, and the next attempt continues from them.
+An attempt ends when the answer is complete, when the attempt is cut (by a move or because its engine has stalled) or
+when its engine fails. The record keeps every token of the answer, and the next attempt continues from these tokens.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class RelayLimits:
 
 @dataclass(frozen=True, slots=True)
 class AwaitedEvent:
-    """The engine for which a parked request waits. The engine may not have started yet."""
+    """The engine for which a parked request waits, and the end of the wait. The engine may not have started yet."""
 
     engine: EngineId
     until_s: float  # the end of the wait if the engine is not expected
@@ -132,9 +132,9 @@ class RequestRelay:
     # --- moves -------------------------------------------------------------------------------------------------------
 
     async def move(self, target: EngineBackend, order: RequestMove) -> OperationItemResult:
-        """Stop the request on its engine and continue it on `target`. Returns within about `move_answer_s`, or twice
-        the predicted time if that is longer, up to `slow_move_answer_s`. Raises MoveRefused if the request cannot leave
-        its engine or `target` cannot accept it."""
+        """Stop the request on its engine and continue it on `target`. Waits up to about `move_answer_s` seconds for the
+        outcome or, if that is longer, up to twice the move's predicted time, but no longer than `slow_move_answer_s`.
+        Raises MoveRefused if the request cannot leave its engine or `target` cannot accept it."""
         self._check_movable()
         if target is self.backend:
             raise MoveRefused(f"the request is already on {target.id}")
@@ -177,8 +177,7 @@ class RequestRelay:
     def redirect(self, engine: EngineId, hold_s: float) -> OperationItemResult:
         """Send a request that is on no engine to `engine`. If `engine` is not usable, the request waits for it as in
         `park_for`. Raises MoveRefused if the request has ended or is already on an engine, or if `engine` cannot accept
-        the request.
-        """
+        the request."""
         target = self._fleet.get(engine)
         if self.record.done:
             raise MoveRefused("the request finished before the move")
@@ -463,8 +462,8 @@ class RequestRelay:
         self.record.fail(RequestFailure(status, error_body(message, status)), self._clock.now_s())
 
     def _complete(self) -> bool:
-        """Return whether the record is done. The answer may have been complete when it was cut, although its engine had
-        not reported the end. In that case, the answer is finished first."""
+        """Return whether the record is done. If the answer was cut after its last token, but before its engine reported
+        the end, finish the record first."""
         record = self.record
         if record.done:
             return True
@@ -516,8 +515,9 @@ class RequestRelay:
         task.cancel()
 
     async def _computes(self, backend: EngineBackend) -> bool:
-        """Return whether the engine has computed tokens since the last call. The engine's total is compared with its
-        value at the last call, because the progress of a non-streamed answer is not visible."""
+        """Return whether the engine has computed any tokens since the last call, for any request. The engine's token
+        counters are compared with their values at the last call, because the progress of a non-streamed answer is not
+        visible."""
         metrics = await backend.engine.metrics()
         before, computed = self._computed_before, metrics.generation_tokens_total + metrics.prompt_tokens_total
         self._computed_before = computed

@@ -170,8 +170,8 @@ class GatewayRollout:
 
 
 def tokenize(prompts: list[Any], trainer: GrpoTrainer) -> list[list[int]]:
-    """Return the token ids of each prompt, which is a text or a conversation, using the trainer's tokenizer and chat
-    template. Raises Permanent if the trainer uses tools or a message contains anything other than text."""
+    """Tokenize each prompt, which is a text or a conversation, with the trainer's tokenizer and chat template, and
+    return the token ids. Raises Permanent if the trainer uses tools or a message contains anything other than text."""
     if trainer.tools:
         raise Permanent(
             "tools: must not be set, because TRL does not use rollout_func for the turns after a tool call,"

@@ -1,8 +1,8 @@
 """Load new weights from a folder into vLLM servers. The pause barrier is closed while the servers load.
 
 With a gateway, a lease keeps the fleet paused and is renewed while the servers load. If the trainer dies, the lease
-ends, and no server stays paused. Without a gateway, each server is paused by its own API, and stays paused until this
-module resumes it.
+ends, and no server stays paused. Without a gateway, each server is paused through its own API, and stays paused until
+this module resumes it.
 
 The module runs in the trainer's environment and needs aiohttp and pydantic.
 """
@@ -42,8 +42,8 @@ def reload_weights(
     All engines are paused during the load, so that no two engines serve different versions at the same time. Running
     requests are kept. They lose their KV cache and continue with the new weights. Requires `VLLM_SERVER_DEV_MODE=1` on
     the servers. `policy_version` is the version of the weights; if it is None, the gateway assumes that the weights
-    have not changed. The gateway stores the path for engines that start later, so keep the folder until other weights
-    have been loaded.
+    have not changed. `holder` and `lease_s` are the name of the holder and the duration of the gateway's pause lease.
+    The gateway stores the path for engines that start later, so keep the folder until other weights have been loaded.
 
     Engines of the gateway that are not in `engine_urls` are not updated, and get no requests until their version is
     reported. If the gateway is down, the servers are updated without it.

@@ -117,9 +117,9 @@ class EngineBackend(EngineLoad):
         self.waited_most_before, self.waited_most = self.waited_most, self.waiting
 
     def has_room(self, queue_depth: int, context_tokens: int) -> bool:
-        """Return whether the engine may accept one more request. Up to `queue_depth` requests may wait on the engine.
-        Further requests are accepted only if the engine is known to have free sequence slots and KV for all waiting
-        requests."""
+        """Return whether the engine may accept one more request, which has `context_tokens` tokens. Up to `queue_depth`
+        requests may wait on the engine. Further requests are accepted only if the engine is known to have enough free
+        sequence slots and KV for the new request and all waiting requests."""
         # One request may always wait, so that other clients cannot lock this gateway out.
         return self.waiting < max(1, queue_depth - self.waiting_of_others) or (
             self.running + self.waiting < self.max_sequences
@@ -168,7 +168,7 @@ class EngineBackend(EngineLoad):
 
     def run_whole(self, record: RequestRecord) -> None:
         """Count the record of a non-streamed answer as running if the engine is known to have a free sequence slot for
-        it. The first token of such an answer is not visible."""
+        it. The count is an estimate, because the first token of such an answer is not visible."""
         seats = self.max_sequences or (self.capabilities.max_sequences if self.capabilities is not None else 0) or 0
         if record.state is RequestState.WAITING and self.running < seats:
             record.state = RequestState.RUNNING

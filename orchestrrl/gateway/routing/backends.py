@@ -143,7 +143,8 @@ class EngineBackends:
 
     def _rename(self, routes: Iterable[EngineRoute]) -> None:
         """Rename engines that the gateway was started with to the ids used in the routes. Their requests stay on them.
-        A route with a new id and the address of any other engine describes a new engine."""
+        A route with a new id describes a new engine, unless its address is that of an engine that the gateway was
+        started with."""
         urls = {route.engine: route.url for route in routes}
         ours = {name for own in self.own.values() for name in (own.engine, own.known_as)}
         for engine in self.own.keys() & urls.keys():  # the daemon uses this id as well
@@ -346,9 +347,9 @@ class EngineBackends:
             waiter.alone_since_s = now_s
 
     async def _expire_those_alone(self) -> None:
-        """Fail queued requests whose patience has ended without an eligible engine. One task serves all queued
-        requests, so that a burst of thousands of requests needs only one timer. The delay after the end of a request's
-        patience is at most one percent of the patience."""
+        """Fail queued requests that have had no eligible engine for the whole of their patience. One task serves all
+        queued requests, so that a burst of thousands of requests needs only one timer. The delay after the end of a
+        request's patience is at most one percent of the patience."""
         try:
             while waiters := [waiter for waiter in self.queue if waiter.patience_s < float("inf")]:
                 now_s = self.clock.now_s()

@@ -63,8 +63,8 @@ class RequestQueue:
 
     def next(self, place_for: Callable[[QueuedRequest], T | None]) -> tuple[QueuedRequest, T] | None:
         """Remove the first request for which `place_for` returns a place, and return the request and the place. Return
-        None if there is no such request. The search ends at the first request without excluded or avoided engines that
-        gets no place, because no later request would get a place either."""
+        None if there is no such request. The search ends when a request that excludes and avoids no engines gets no
+        place, because no later request would get a place either."""
         for waiter in self:
             place = place_for(waiter)
             if place is not None:

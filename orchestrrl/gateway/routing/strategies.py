@@ -81,8 +81,8 @@ def concurrency_cap(load: EngineLoad, mean_tokens: float) -> int:
 
 
 def scale(loads: Sequence[EngineLoad], context_tokens: int) -> tuple[float, float]:
-    """Return the mean context of a request in tokens, including the new request, and the median time per token in
-    seconds. The median is used for engines whose decode rate is unknown."""
+    """Return two values: the mean context of all requests, including the new one, in tokens, and the median time per
+    token of all engines with a known decode rate, in seconds. The median is used for the other engines."""
     held, requests = context_tokens, 1
     known: list[float] = []
     for load in loads:
@@ -119,8 +119,8 @@ def ranks(loads: Sequence[EngineLoad], context_tokens: int) -> list[tuple[bool, 
 
 
 def within(snapshot: RoutingSnapshot[L]) -> list[L]:
-    """Return the engines that exceed their share of requests by at most the fraction `AFFINITY_SLACK` plus `slack`
-    requests. If any engine has KV room, only engines with KV room are returned.
+    """Return the engines that exceed their share of requests by at most the fraction `AFFINITY_SLACK` of the share plus
+    `snapshot.slack` requests. If any engine has KV room, only engines with KV room are returned.
 
     An engine's share is the number of requests with which it would be as loaded as the least loaded engine.
     """
@@ -169,8 +169,9 @@ def round_robin(snapshot: RoutingSnapshot[L]) -> L:
 
 
 def prefix_affinity(snapshot: RoutingSnapshot[L]) -> L:
-    """Return the engine that the prefix ranks highest among the engines that `within` returns. Requests that begin
-    alike thus go to the engine that has their prefix cached. Without a prefix, return the choice of `load_index`.
+    """Return the engine with the highest `score` for the request's prefix among the engines that `within` returns.
+    Requests that begin alike thus go to the engine that has their prefix cached. Without a prefix, return the choice of
+    `load_index`.
 
     Engines are ranked for each prefix by rendezvous hashing (Thaler and Ravishankar, 1998). The ranking depends only on
     the ids, so it is the same in every gateway and after a restart. When an engine leaves, only the prefixes of that
@@ -208,8 +209,9 @@ def prefix_of(group: str, body: Mapping[str, Any]) -> int:
 
 
 def score(prefix: int, engine: str) -> int:
-    """Return the prefix's preference for an engine. The score is the finaliser of splitmix64, applied to the XOR of the
-    prefix and the engine's digest. The finaliser is a permutation, so engines whose digests differ never tie."""
+    """Return the score of an engine for a prefix; the engine with the highest score is preferred. The score is the
+    finaliser of splitmix64, applied to the XOR of the prefix and the engine's digest. The finaliser is a permutation,
+    so engines whose digests differ never tie."""
     mixed = prefix ^ _engine_digest(engine)
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & _MASK
@@ -227,8 +229,8 @@ def _digest(kind: bytes, data: bytes) -> int:
 
 def narrow(snapshot: RoutingSnapshot[L], pool: str) -> Sequence[L]:
     """Return the engines of the pool that `within` returns. If there are none, return all engines, because waiting for
-    the preferred hardware would take longer. A tag can thus prefer a pool, e.g. a pool with high memory bandwidth for
-    decode-heavy tasks (RollArt)."""
+    the preferred hardware would take longer than using other hardware. A tag can thus prefer a pool, e.g. a pool with
+    high memory bandwidth for decode-heavy tasks (RollArt)."""
     inside = sum(load.pool == pool for load in snapshot.loads)
     if not inside or inside == len(snapshot.loads):
         return snapshot.loads

@@ -100,8 +100,8 @@ def mapped(tensors: Mapping[str, StoredTensor]) -> dict[str, memoryview]:
 
 def content_sum(tensors: Mapping[str, StoredTensor], data: Mapping[str, memoryview]) -> str:
     """Return a checksum of the tensors' names, dtypes, shapes and bytes, as `ALGORITHM:HEX`. The checksum does not
-    depend on the division into files. Holes are hashed as zeros and are not read, because reading them on a tmpfs would
-    allocate memory, perhaps more than the tmpfs may use."""
+    depend on how the tensors are distributed over files. Holes are hashed as zeros and are not read, because reading
+    them on a tmpfs would allocate memory, perhaps more than the tmpfs may use."""
     written = {file: written_ranges(file) for file in {stored.file for stored in tensors.values()}}
 
     def one(name: str) -> str:

@@ -63,7 +63,8 @@ class KvBlockLayout:
 
 @dataclass(frozen=True, slots=True)
 class KvEntryContents:
-    """The description of an entry, equal on every rank. Token ids are packed in an array and can be sent as bytes."""
+    """The description of an entry, equal on every rank. The token ids are in an array, so that they can be stored and
+    sent as bytes."""
 
     weights: str
     ranks: int

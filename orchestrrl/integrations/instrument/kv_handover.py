@@ -1,6 +1,6 @@
 """A KV connector for vLLM that moves the KV cache of a running request to another server through a shared directory.
 
-vLLM loads the connector, with this folder on PYTHONPATH:
+vLLM loads the connector if it is started with this option and this folder is on PYTHONPATH:
 
     --kv-transfer-config '{"kv_connector": "KvHandover", "kv_connector_module_path": "kv_handover",
         "kv_role": "kv_both", "kv_load_failure_policy": "recompute",

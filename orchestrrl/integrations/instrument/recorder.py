@@ -1,4 +1,5 @@
-"""Record the start and end of each torch.distributed collective, and marks of the trainer, in shared memory.
+"""Record the start and end of each torch.distributed collective, and marks of the trainer, in a ring in shared memory
+(rings.py).
 
 Recording is enabled by one line in the program:
 
@@ -109,8 +110,9 @@ def start(directory: str | os.PathLike[str] | None = None, *, job: str | None = 
     `rings.DEFAULT_DIRECTORY` if that variable contains no path. `job` is the name of the job in the ring's header; the
     default is ORCHESTRRL_RECORDER_JOB.
 
-    DistributedDataParallel reduces gradients outside of Python. At its first forward pass, it therefore gets a
-    communication hook that reduces them with the same result, unless it already has a hook.
+    DistributedDataParallel reduces gradients in C++ code, where collectives cannot be recorded. At its first forward
+    pass, a communication hook is therefore registered that reduces them with the same result, unless it already has a
+    hook.
     """
     if _process.recorder is not None:
         return

@@ -1,9 +1,10 @@
 """The shared-memory ring to which a traced process writes its communication events: format, writer and reader.
 
 There is one file per process, `<host>-<pid>-<start>-<random>.ring`, in a directory that all processes of a host share
-with the agent. The writer never waits for a reader and makes no system call except to ring the doorbell, which a reader
-arms. This module uses only the standard library. Times are values of `time.monotonic_ns`, the same clock for all
-processes of a host. Numbers are native 64-bit integers.
+with the agent. The writer never waits for a reader. It makes no system call except to ring the doorbell, a socket that
+wakes the reader. For events other than announcements, it rings only if the reader has armed the ring. This module uses
+only the standard library. Times are values of `time.monotonic_ns`, the same clock for all processes of a host. Numbers
+are native 64-bit integers.
 
     page 0      header words (the constants below), then the name of the job
     slots       `capacity` slots of 8 words; the newest overwrite the oldest: sequence s is in slot s mod capacity
@@ -25,9 +26,9 @@ x86 guarantees that stores become visible in order; on other processors a read m
 Threads and signals: a collective takes no lock. CPython releases the GIL and runs signal handlers only where a function
 is entered, a loop repeats or a call returns. Garbage collection, which may run any code, starts only where a container
 object is created. Therefore `begin`, `end` and the code that they share update the counts and store them by one call
-into C, with none of these operations in between, so that no other thread sees an intermediate state. Code that runs
-between two such updates stores later counts, which the next update reads again. Without a GIL, a lock encloses each
-update.
+into C, with none of these operations in between, so that no other thread sees an intermediate state. Other code that
+runs between two such updates may store newer counts, so each update reads the counts again. Without a GIL, a lock
+encloses each update.
 """
 
 import contextlib

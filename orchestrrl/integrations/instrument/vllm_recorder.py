@@ -1,6 +1,7 @@
 """Record the collectives between the workers of a vLLM engine, as recorder.py does for a trainer.
 
-vLLM adds the methods of RecorderExtension to its workers, with this folder on PYTHONPATH:
+vLLM adds the methods of RecorderExtension to its workers if it is started with this option and this folder is on
+PYTHONPATH:
 
     --worker-extension-cls vllm_recorder.RecorderExtension
 

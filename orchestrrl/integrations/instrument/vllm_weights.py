@@ -1,7 +1,7 @@
 """A weight-transfer backend for vLLM that loads a weight version from a folder and reports the loaded version.
 
-vLLM finds the backend as a plugin (orchestrrl_vllm.dist-info) with this folder on PYTHONPATH, and uses it with this
-option:
+If this folder is on PYTHONPATH, vLLM finds the backend as a plugin (orchestrrl_vllm.dist-info). vLLM uses the backend
+if it is started with this option:
 
     --weight-transfer-config '{"backend": "orchestrrl"}'
 
@@ -79,8 +79,8 @@ class LoadedReport:
 
 
 class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
-    """The weight-transfer backend in one worker. An incomplete checkpoint is refused before any weights are changed. So
-    is a checkpoint of another model, if the shapes of the engine's initial checkpoint are known."""
+    """The weight-transfer backend in one worker. An incomplete checkpoint is refused before any weights are changed. A
+    checkpoint of another model is also refused, if the shapes of the engine's initial checkpoint are known."""
 
     init_info_cls = NothingToCompare
     update_info_cls = FolderUpdate

@@ -1,1 +1,2 @@
-"""Benchmarks of OrchestrRL's decisions and its gateway, each against a baseline in the same run."""
+"""Benchmarks of OrchestrRL's decisions and its gateway. Each result is compared with a baseline from the same run or
+with a target."""

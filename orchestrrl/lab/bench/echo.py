@@ -1,8 +1,10 @@
-"""Measure the minimum latency from a job's pause to a socket: shared memory, a poller and TCP, without decisions.
+"""Measure the minimum latency with which the pauses of a job can be reported. They are read from shared memory by
+polling and sent over TCP, without any decisions.
 
-`python -m orchestrrl.lab.bench.echo STAMPS RANKS POLL_S`: whenever all ranks have stored the same number of pauses
-(lab/demo/fabric_job.py), the program writes the latest start time of that pause to a socket on this host. Another
-process reads the socket. On SIGTERM, the program prints one line of JSON with all latencies in seconds, and exits.
+`python -m orchestrrl.lab.bench.echo STAMPS RANKS POLL_S` polls the file STAMPS, in which each rank stores the number of
+its pauses and the start time of the last one (lab/demo/fabric_job.py). When all ranks have reached the same pause, the
+program sends the latest of these start times to a socket on this host, which another process reads. On SIGTERM, the
+program prints one line of JSON with all latencies in seconds, and exits.
 """
 
 import json
@@ -20,8 +22,8 @@ NANO = 1e-9
 
 
 def poll(words: memoryview, ranks: int, wire: socket.socket, poll_s: float) -> None:
-    """Send the latest start time of each pause to the socket `wire` once all ranks have stored the pause in the shared
-    memory `words`. Poll the memory every `poll_s` seconds until the process is terminated."""
+    """Send the latest start time of each pause over the socket `wire` once all ranks have stored the pause in the
+    shared memory `words`. Poll the memory every `poll_s` seconds until the process is terminated."""
     sent = 0
     while True:
         pauses = [words[2 * rank] for rank in range(ranks)]

@@ -1,4 +1,5 @@
-"""Measure the allocation of circuits: its cost at full size, and its distance from the optimum at small sizes."""
+"""Benchmark circuit allocation: its run time on a full-size fabric, and how far its results are from the optimum on
+small fabrics."""
 
 import random
 from collections.abc import Mapping

@@ -1,9 +1,10 @@
-"""Measure the commits of circuits in the windows of a torch.distributed job: their number, whether they are inside a
-window, and their latency.
+"""Measure the circuit changes that are committed in the windows of a torch.distributed job: the share of commits that
+are inside a window, their latency, and the slowdown of the job.
 
 Eight gloo processes with a daemon, an agent and virtual switches (lab/demo/fabric_stack.py) take turns with eight
 processes without OrchestrRL. Afterwards, the recorded events of all ranks show whether a collective was in flight
-during a commit. In the same turns, a bare poller sends each pause from shared memory to a socket (echo.py).
+during a commit. For comparison, a separate program (echo.py) reads the job's pauses from shared memory and sends them
+to a socket in the same turns.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ ALLOWED_OUTSIDE = 0.01
 @dataclass(frozen=True, slots=True)
 class Shown:
     """The measurements of the benchmark. `pairs` contains, per turn, the mean time of an iteration with and without
-    OrchestrRL. `echo_s` contains the latencies of the bare poller. All times are in seconds."""
+    OrchestrRL. `echo_s` contains the latencies that echo.py measured. All times are in seconds."""
 
     run: PeriodOutcomes
     pairs: Sequence[tuple[float, float]]
@@ -43,7 +44,8 @@ class Shown:
 
 
 def fabric_windows(log_dir: Path) -> list[Figure]:
-    """Measure the commits in windows, the slowdown of the job and the latencies. This takes about three minutes."""
+    """Measure the share of commits that are inside a window, the slowdown of the job, and the latencies of commits.
+    This takes about three minutes."""
     log_dir.mkdir(parents=True, exist_ok=True)
     load = os.getloadavg()[0]
     # Each job has its own working directory.

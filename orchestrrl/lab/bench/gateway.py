@@ -1,7 +1,7 @@
 """Measure the gateway's CPU time, added latency and memory, and compare them with those of plain proxies and routers,
-and with direct requests. Also measure the cost of the gateway's ledger on disk.
+and with direct requests. Also measure the CPU time of the gateway's ledger on disk.
 
-One engine of minimal cost serves all paths in rotation, so that noise of the machine affects all paths alike. The
+One engine with minimal CPU cost serves all paths in rotation, so that noise of the machine affects all paths alike. The
 gateway does more than a proxy: it requests a stream of token ids from the engine, stores every token of every request,
 and can continue each request on another engine at any time.
 """
@@ -46,7 +46,7 @@ LEDGER_LOAD = GatewayLoad(rounds=6, whole_requests=1000, streams=192, settle_s=0
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """The latency and cost of requests that arrive at once, each on its own connection."""
+    """The latency, CPU time and memory of a burst: requests that arrive at once, each on its own connection."""
 
     first_p99_s: float
     whole_s: float  # until all are complete
@@ -78,8 +78,8 @@ class WaySpent:
 
 
 def gateway_cpu(log_dir: Path, load: GatewayLoad = GatewayLoad()) -> list[Figure]:
-    """Measure the CPU time, the latency and the bursts of all paths to the engine. Raises Permanent if a response is
-    incomplete."""
+    """Measure the CPU time and the latency of all paths to the engine, and their behaviour in bursts of streams. Raises
+    Permanent if a response is incomplete."""
     spent, left_out = asyncio.run(_all_ways(log_dir, load))
     missing = "".join(f"; {name} skipped: {reason}" for name, reason in left_out.items())
     return [*_cpu_figures(spent, missing), *_time_figures(spent), *_burst_figures(spent, load)]

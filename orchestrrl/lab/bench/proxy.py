@@ -1,5 +1,5 @@
-"""A minimal reverse proxy on aiohttp, used as the baseline for the gateway's cost. It runs as a module with the
-upstream URL as its argument."""
+"""A minimal reverse proxy on aiohttp, used as the baseline for the gateway's CPU time and latency. It runs as a module
+with the upstream URL as its argument."""
 
 import asyncio
 import sys

@@ -1,5 +1,5 @@
-"""Measure the cost of recording a collective. A torch program with the gloo backend alternates between calls with and
-without the recorder."""
+"""Measure the time that the recorder adds to a collective. A torch program with the gloo backend alternates between
+calls with and without the recorder."""
 
 import json
 import subprocess

@@ -1,8 +1,8 @@
-"""Measure the plans of weight syncs: the ratio of their duration to its lower bound on regular sites, and the planning
-time.
+"""Measure the plans of weight syncs: on regular sites, the ratio of a plan's duration to its lower bound, and on large
+sites, the planning time.
 
-The bound ignores that circuits are integral and that forwarding a chunk takes time. The naive plan is the best plan in
-which every receiver receives directly from a holder.
+The bound ignores that circuits are integral and that forwarding a chunk takes time. The naive plan, whose duration is
+reported for comparison, is the best plan in which every receiver receives directly from a holder.
 """
 
 import time
@@ -104,8 +104,8 @@ def timed(family: SyncFamily) -> tuple[SyncPlan, float]:
 
 
 def sync_plan() -> list[Figure]:
-    """Measure the family of regular sites whose plan has the highest ratio of duration to lower bound. Also compare the
-    longest planning time on a large site with the target."""
+    """Measure the ratio of a plan's duration to its lower bound for all families of regular sites, and return a figure
+    for the family with the highest ratio. Also compare the longest planning time on a large site with the target."""
     plans = {family: timed(family)[0] for family in FAMILIES}
     worst = max(plans, key=lambda family: plans[family].estimate_s / plans[family].lower_bound_s)
     found = plans[worst]

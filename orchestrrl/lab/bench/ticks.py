@@ -1,7 +1,8 @@
-"""Measure the cost of decisions on large fleets: ticks of the fast and the slow loop, and a simulated step with the
+"""Measure the time of decisions on large fleets: ticks of the fast and the slow loop, and a simulated step with the
 real control plane.
 
-A congested fleet of any size, with stragglers, is generated from a seed. It can be redeployed to engines of four sizes.
+The ticks use a congested fleet with stragglers, which is generated from a seed for any number of engines. The fleet can
+be redeployed to engines of four sizes.
 """
 
 import random
@@ -61,8 +62,8 @@ def balancer_tick() -> list[Figure]:
 
 def fast_tick() -> list[Figure]:
     """Measure the time of all decisions in one tick of the fast loop, and compare it with the time of the balancer
-    alone. Also measure a tick that packs requests by known step times, and compare it with a tick that spreads them by
-    load index."""
+    alone. Also measure a tick that packs requests onto engines by known step times, and compare it with a tick that
+    spreads them by load index."""
     snapshot = congested(WORKERS, REQUESTS, SEED)
     situation, most = BalanceSituation(Mode.ACT), SETTINGS.max_moves_per_tick
     workers = balanced_workers(snapshot, SETTINGS)
@@ -92,8 +93,9 @@ def fast_tick() -> list[Figure]:
 
 
 def plan_tick() -> list[Figure]:
-    """Measure the time of one decision of the slow loop: the forecast, the candidate fleets, their step times over
-    samples of lengths, and plan admission."""
+    """Measure the time of one decision of the slow loop, and compare it with the time for half the requests. A decision
+    consists of the forecast, the candidate fleets, their step times for samples of the requests' lengths, and plan
+    admission."""
     config = replace(deployments(ENGINES_TO_PLAN), interval_s=INTERVAL_S)
     all_of_them, half = (congested(ENGINES_TO_PLAN, REQUESTS_TO_PLAN // n, SEED) for n in (1, 2))
 

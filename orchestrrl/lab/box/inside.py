@@ -193,7 +193,7 @@ async def _until_left_out(box: Testbed) -> None:
 
 async def wrong_cable(box: Testbed, order: BoxOrder) -> dict[str, Any]:
     """Swap two cables of a switch, one of which is in use, and later swap them back. Run `orchestrrl ocs verify` before
-    the swap, after it without and with `--walk`, and after the cables have been swapped back."""
+    the swap, twice after it (without and with `--walk`), and once more after the cables have been swapped back."""
     one, other = tor_pair(box, PodRole.GEN)
     most = circuits_between(box, one, other)[-1]
     spare = [f"port:{most.switch}:{port}" for port in most.ports]  # an unused fibre of each ToR

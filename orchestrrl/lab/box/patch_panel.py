@@ -142,8 +142,8 @@ _ERROR = struct.Struct("=i")
 
 
 class Links:
-    """Changes interfaces of one namespace, which are identified by their index: adds them to a bridge, removes them
-    from it, and sets them up and down."""
+    """Adds interfaces of one namespace to a bridge, removes them from it, and sets them up and down. Interfaces are
+    identified by their index."""
 
     def __init__(self, room: str) -> None:
         self._namespace = room

@@ -62,8 +62,8 @@ class TestbedPlan:
 
     def tbf(self, gbps: float) -> str:
         """Return the tc arguments of a line in the box that represents a line of `gbps` on the site. The line's queue
-        holds packets for 50 ms, or 30 kB if that is more. This is enough for TCP to fill the line, and packets still
-        leave a circuit soon."""
+        holds packets for 50 ms, or 30 kB if that is more. This is long enough for TCP to fill the line, and short
+        enough for the queue to drain quickly."""
         bps = gbps * self.bps_per_gbps
         burst = max(8000, int(bps / 8 * 0.004))
         return f"tbf rate {int(bps)}bit burst {burst} limit {burst + max(30_000, int(bps / 8 * 0.05))}"

@@ -68,7 +68,9 @@ def topology(data: Any, slot: str) -> OpenConfigTopology:
         raise ValueError(f"port-connectivity must be one of {', '.join(CONNECTIVITY)}, got {kind!r}")
     modules = _number(state.get("total-optical-module-count", 1), "total-optical-module-count")
     if slot.isdecimal() and not 1 <= int(slot) <= modules:
-        raise ValueError(f"option slot must be within 1..{modules} (the optical modules of the device), got {slot!r}")
+        raise ValueError(
+            f"the option `slot` must be within 1..{modules} (the optical modules of the device), got {slot!r}"
+        )
     if CONNECTIVITY[kind] is Connectivity.ANY_TO_ANY:
         first = _number(state.get("ingress-start-index", 1), "ingress-start-index")
         ports = range(first, first + _number(state.get("total-port-count"), "total-port-count"))
@@ -149,7 +151,7 @@ class OpenConfigWire(GnmiWire):
         self._listed_under: dict[CrossConnect, set[int]] = {}  # from the last reading
         data = await self.tree(TOPOLOGY)
         if not data:
-            raise DriverPermanent("the device has no optical-switch-topology: check option model")
+            raise DriverPermanent("the device has no optical-switch-topology: check the option `model`")
         self._topology = topology(data, self._options.slot)
 
     async def read_facts(self) -> SwitchFacts:

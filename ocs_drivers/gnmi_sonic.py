@@ -149,7 +149,7 @@ class SonicWire(GnmiWire):
         listed = await self._table(CONFIG, PORTS)
         if not listed:
             raise DriverPermanent(
-                f"table {PORTS} of {CONFIG} contains no ports: check option origin, got {self._origin!r}"
+                f"table {PORTS} of {CONFIG} contains no ports: check the option `origin`, which is now {self._origin!r}"
             )
         self._sides = sides_of(listed)
 

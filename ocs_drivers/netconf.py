@@ -214,7 +214,8 @@ class NetconfWire(yang.PolatisWire):
         if not self._revision:
             what = "the revision of module" if told == "" else "module"
             raise DriverPermanent(
-                f"the device does not announce {what} {yang.MODULE}: set option revision to a date such as 2018-03-22",
+                f"the device does not announce {what} {yang.MODULE}: "
+                "set the option `revision` to a date such as 2018-03-22",
                 answer=" ".join(sorted(self._announced)),
             )
 
@@ -352,7 +353,7 @@ async def _translated(command: str, work: Awaitable[T], *, is_setter: bool = Fal
         wrong = "authentication failed: check user, password and key_file"
         raise DriverPermanent(wrong, command=command, answer=str(error)) from None
     except SSHUnknownHostError as error:
-        wrong = f"the host key is not trusted: set option host_key, or add it to known_hosts ({error})"
+        wrong = f"the host key is not trusted: set the option `host_key`, or add the key to known_hosts ({error})"
         raise DriverPermanent(wrong, command=command) from None
     except (SyntaxError, ValueError) as error:  # the former from the XML parser
         nonsense = DriverOutcomeUnknown if is_setter else DriverPermanent

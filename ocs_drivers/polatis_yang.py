@@ -104,17 +104,18 @@ def sides(model_name: str, ports: Collection[int], size: str | None = None) -> S
     size does not match `ports`, the ports that the switch lists.
     """
     found = parse_size(size or model_name)
-    source = f"option size, {size!r}" if size else f"the model name {model_name!r}"
+    source = f"the option `size` ({size!r})" if size else f"the model name {model_name!r}"
     if found is None:
         raise DriverPermanent(
-            f"{source} does not contain a size: set option size, such as 16x16, or 32xCC for any-to-any"
+            f"{source} does not contain a size: "
+            "set the option `size`, for example to 16x16, or to 32xCC for an any-to-any switch"
         )
     _, ingress, egress = found
     if {*ingress, *egress} != set(ports):
         listed = f"{len(ports)} ports from {min(ports)} to {max(ports)}" if ports else "no ports"
         raise DriverPermanent(
             f"{source} implies ports {ingress[0]}..{egress[-1]}, but the switch lists {listed}: "
-            "set option size, such as 16x16, or 32xCC for any-to-any"
+            "set the option `size`, for example to 16x16, or to 32xCC for an any-to-any switch"
         )
     return found
 

@@ -87,7 +87,7 @@ class RestconfWire(yang.PolatisWire):
         super().__init__(clock, options.size, options.reconfiguration_s, has_power=options.power)
         self._options = options
         self._root = options.root.rstrip("/")
-        self.hint = f" at {self._root}: set option root"
+        self.hint = f" at {self._root}: set the option `root`"
         self._revision = options.yang_revision or yang.PAIR_REVISION
         self._go(ChangeWith.PATCH if options.change_with is ChangeWith.AUTO else options.change_with)
         self._session = session or HttpSession(options, clock)

@@ -98,13 +98,14 @@ class CalientTl1Wire(Tl1Wire):
             names = {whole_number(name): name for name in names.values()}
         if not names or min(names) != 1 or max(names) != len(names):
             raise DriverPermanent(
-                "the ports cannot be numbered from 1 without gaps: set option port_names", answer=" ".join(there[:8])
+                "the ports cannot be numbered from 1 without gaps: set the option `port_names`",
+                answer=" ".join(there[:8]),
             )
         if absent := sorted({*names.values()} - {*there}, key=_natural):
-            raise DriverPermanent(f"the device has no ports {', '.join(absent)}: check option port_names")
+            raise DriverPermanent(f"the device has no ports {', '.join(absent)}: check the option `port_names`")
         if self._names and names != self._names:
             raise DriverPermanent(
-                "the device's list of ports has changed: set option port_names and restart the daemon"
+                "the device's list of ports has changed: set the option `port_names` and restart the daemon"
             )
         self.ingress = self.egress = range(1, len(names) + 1)
         self._names, self._numbers = names, {name: number for number, name in names.items()}
@@ -166,7 +167,8 @@ class CalientTl1Wire(Tl1Wire):
             raise DriverPermanent(f"connection {pair} does not exist")
         if connection.is_two_way:
             raise DriverPermanent(
-                f"{pair} is half of the two-way connection {connection.name}: remove {connection.name} on the device"
+                f"{pair} is one direction of the two-way connection {connection.name}, which can only be removed as a "
+                f"whole: remove {connection.name} on the device"
             )
         for verb in ("CANC-CRS", "DLT-CRS"):
             try:

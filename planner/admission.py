@@ -152,11 +152,11 @@ def too_weak(proposal: PlanProposal, limits: AdmissionLimits) -> Hold | None:
     assert proposal.current_makespan_s is not None, "gain_s is known"
     least_s = limits.least_gain_s(proposal.decision, proposal.current_makespan_s) + proposal.return_s
     if not gain_s > least_s:
-        back = f", including {proposal.return_s:.2g} s for changing back" if proposal.return_s else ""
+        back = f" and {proposal.return_s:.2g} s for changing back" if proposal.return_s else ""
         return Hold(
             "gain_too_small",
-            f"{_change(proposal)} would end the step {_sooner(gain_s)}, costs included; "
-            f"epsilon is {least_s:.3g} s{back}",
+            f"{_change(proposal)} would end the step {_sooner(gain_s)}, including costs; "
+            f"the gain must exceed {least_s:.3g} s (epsilon{back})",
         )
     if proposal.sooner_in is not None and proposal.sooner_in[0] < SURE_SHARE * proposal.sooner_in[1]:
         sooner, samples = proposal.sooner_in
@@ -169,7 +169,7 @@ def too_weak(proposal: PlanProposal, limits: AdmissionLimits) -> Hold | None:
         return Hold(
             "better_later",
             f"{_change(proposal)} would end the step {_sooner(gain_s)}, "
-            f"and another {proposal.later_gain_s:.1f} s sooner if made {proposal.wait_s:g} s later",
+            f"and another {proposal.later_gain_s:.1f} s sooner if the change is made {proposal.wait_s:g} s later",
         )
     return None
 
@@ -177,7 +177,9 @@ def too_weak(proposal: PlanProposal, limits: AdmissionLimits) -> Hold | None:
 def _too_soon(proposal: PlanProposal, limits: AdmissionLimits) -> Hold | None:
     since_s = None if proposal.last_redeploy_s is None else proposal.now_s - proposal.last_redeploy_s
     if proposal.reconfigures and since_s is not None and since_s < limits.cooldown_s:
-        return Hold("cooldown", f"the last redeployment was {since_s:.1f} s ago, cooldown is {limits.cooldown_s:g} s")
+        return Hold(
+            "cooldown", f"the last redeployment was {since_s:.1f} s ago; the cooldown is {limits.cooldown_s:g} s"
+        )
     return None
 
 

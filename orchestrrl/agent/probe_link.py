@@ -123,7 +123,8 @@ class WindowReports:
             left_ms = (found.until_s - now_s) * 1e3
             found = Hold(
                 SHORT,
-                f"quiet at position {found.position} for another {left_ms:.1f} ms, by the history of rank {found.rank}",
+                f"rank {found.rank}, position {found.position}: links are predicted to stay quiet for only"
+                f" {left_ms:.1f} ms more",
             )
         if isinstance(found, fabric_pb2.Quiet):
             watched.reported, watched.reported_s = found, now_s

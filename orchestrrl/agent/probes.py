@@ -185,7 +185,7 @@ class HostTraces:
             if first is None or remaining.until_s < first[0].until_s:
                 first = remaining, each.rank
         if first is None:
-            return Hold("untraced", f"no rank of job {job!r} is traced here")
+            return Hold("untraced", f"no rank of job {job!r} is traced on this host")
         soonest, rank = first
         quiet = fabric_pb2.Quiet(job=job, since_s=since_s, until_s=soonest.until_s, risk=min(1.0, risk))
         quiet.rank, quiet.position, quiet.samples = rank, soonest.position, soonest.samples

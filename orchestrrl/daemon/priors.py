@@ -151,7 +151,10 @@ def _predicted(
         if not facts.tp and profile.kv_capacity_tokens < longest_tokens:
             continue
         if not _sound(profile):
-            raise NoPrior(f"the engine's step times cannot be predicted from the sizes of {model.name}")
+            raise NoPrior(
+                f"the step times predicted from the sizes of {model.name} are invalid: they must be finite and "
+                "positive and must not decrease with load"
+            )
         return profile
     raise NoPrior(
         f"{model.name} does not fit into the memory of {gpu.name.upper()} with TP={facts.tp or 'any'}, "

@@ -195,9 +195,9 @@ class CircuitRun(Description[CircuitStep]):
             self._undone = str(error)
         except DriverRetryable as error:
             self._undone = None
-            raise self._unknown(f"{self._why}; the change is not rolled back yet: {error}") from error
+            raise self._unknown(f"{self._why}; the change has not been rolled back yet: {error}") from error
         how = f"not rolled back: {self._undone}" if self._undone else "rolled back, as its driver reports"
-        self._sent = f"{self._why}; {how}, and"
+        self._sent = f"{self._why}; {how}"
         return ""
 
     async def observe(self) -> None:
@@ -211,7 +211,7 @@ class CircuitRun(Description[CircuitStep]):
         except DriverError as error:
             if not self._sent:
                 raise
-            raise self._unknown(f"{self._sent} the switch could not be read since: {error}") from error
+            raise self._unknown(f"{self._sent}; the switch could not be read afterwards: {error}") from error
 
     def resume_from(self, records: Sequence[StepEntry]) -> frozenset[int] | None:
         if self._is_begun or self._is_on_trial:  # earlier results no longer matter
@@ -303,7 +303,7 @@ class CircuitRun(Description[CircuitStep]):
             raise
         self._result = result if self._result is None else _both(self._result, result, began_s - self._first_s)
         if not self._result.done:
-            self._sent = f"{_why(self._result)};"
+            self._sent = _why(self._result)
             raise Retryable(_why(self._result), after_s=0.0)
 
     async def _send(self, armed: Armed | None) -> CommitResult:

@@ -180,7 +180,7 @@ class CircuitExecutor:
             run = self._prepared.pop(operation.id, None)
             if run is None:
                 raise CircuitConflict(
-                    [f"{operation.id} cannot be committed, because it was begun or abandoned before"],
+                    [f"{operation.id} cannot be committed, because it has already begun or been abandoned"],
                     device=operation.switch,
                 )
             try:
@@ -238,7 +238,10 @@ class CircuitExecutor:
         diff = await self.plan(switch, change, mode)
         if expect_revision not in (None, diff.revision):
             raise CircuitConflict(
-                [f"the revision must be {expect_revision}, got {diff.revision}; read the switch and try again"],
+                [
+                    f"the switch is at revision {diff.revision}, but the change was planned for revision"
+                    f" {expect_revision}; read the switch and try again"
+                ],
                 device=switch,
             )
         id = f"circuits-{self._log.generation}-{next(self._count)}"

@@ -248,7 +248,7 @@ class CircuitCoordinator:
             for period in [*self._queue, *self._active]:
                 self._queue.remove(period)
                 if not period.report.over:
-                    self._keep(period, Hold("stopped", "the daemon stops"))
+                    self._keep(period, Hold("stopped", "the daemon is stopping"))
             self._active.clear()
 
     async def _next(self) -> AnnouncedPeriod:
@@ -317,7 +317,7 @@ class CircuitCoordinator:
                 if outcome.code != PUT_OFF.code:
                     self._keep(period, outcome)
                 elif not self._queue.put_back(period):
-                    self._keep(period, Hold("superseded", "a newer one was announced"))
+                    self._keep(period, Hold("superseded", "a newer period was announced"))
                 break
 
     async def _attempt(self, period: AnnouncedPeriod) -> Hold | StageFailed | None:

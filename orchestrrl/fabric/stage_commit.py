@@ -152,7 +152,7 @@ class StageCommitter:
         if isinstance(verdict, Hold):
             return verdict
         if now_s >= order.period.deadline_s:
-            return Hold("no_window", f"the boundary lasted until {now_s - order.period.deadline_s:.1f} s ago")
+            return Hold("no_window", f"the boundary ended {now_s - order.period.deadline_s:.1f} s ago")
         return order.objection()
 
     def _verdict(self, order: StageOrder, window: Window | Hold | None, need: CommitNeed, now_s: float) -> Act | Hold:
@@ -183,7 +183,9 @@ class StageCommitter:
                 short = short or verdict.code in (TOO_SHORT, SHORT)
                 if alarm.done():
                     self._unfit(order, short)
-                    return Hold("no_window", f"none by the deadline: {verdict.code}: {verdict.detail}")
+                    return Hold(
+                        "no_window", f"no suitable window opened by the deadline: {verdict.code}: {verdict.detail}"
+                    )
                 if isinstance(verdict, Hold) and last_hold != verdict:
                     last_hold = verdict
                     order.waiting(verdict)

@@ -232,12 +232,14 @@ class WindowTracker:
             traced = frozenset[int]().union(*(host.jobs[job] for host in hosts))
             if missing := sorted(ranks - traced):
                 wanted = f"no agent reads the recorder of rank {_listed(missing)}{f' of {job}' if job else ''}"
-                return Hold("untraced", f"{wanted}; traced: {self._read_reports()}")
+                return Hold("untraced", f"{wanted}; recorders that are read: {self._read_reports()}")
             if not hosts:  # it was traced when the watch began
-                return Hold("no_ranks", f"no host reads recorders{f' of {job}' if job else ''} now")
+                return Hold("no_ranks", f"no agent reads the recorders{f' of {job}' if job else ''} any longer")
             for host in hosts:
                 if host.stream is None:
-                    return Hold("host_gone", f"{host.name}: its agent is disconnected for {now_s - host.gone_s:.1f} s")
+                    return Hold(
+                        "host_gone", f"{host.name}: its agent has been disconnected for {now_s - host.gone_s:.1f} s"
+                    )
                 if job not in host.quiet_reports:
                     return Hold("host_silent", f"{host.name}: has not reported yet")
                 at_s, rank, prediction = host.quiet_reports[job]

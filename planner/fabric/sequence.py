@@ -109,7 +109,7 @@ class MarkedIterations:
                 self.here = other
                 return other.gaps[depth]
         self.here = None
-        self._odd = Hold(PLACE_UNKNOWN, f"collective {depth} of the iteration was not seen there before")
+        self._odd = Hold(PLACE_UNKNOWN, f"collective {depth} of the iteration has not occurred at this position before")
         return here.gaps[depth]
 
     def lose(self, detail: str) -> None:
@@ -210,7 +210,10 @@ class RepetitionFinder:
         if self.sequence is None:
             return Hold(UNLEARNT, f"no repetition in {len(self._ids)} collectives; mark iterations in the trainer")
         if self.depth is None:
-            return Hold(PLACE_UNKNOWN, f"{self._why}; {self._run} of {self._needed} collectives have matched since")
+            return Hold(
+                PLACE_UNKNOWN,
+                f"{self._why}; {self._run} of {self._needed} required collectives have matched since then",
+            )
         return self.depth, self.sequence.gaps[self.depth]
 
     def _follow(self, id: int) -> IterationGap | None:

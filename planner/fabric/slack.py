@@ -198,7 +198,9 @@ class SlackLearner:
         quiet. Return a Hold if the rank is not quiet or if no prediction is possible."""
         if self._flying:
             first = next(iter(self._flying.values()))
-            return Hold(TRAFFIC, f"rank {self.rank}: {len(self._flying)} in flight, the oldest {first.op}")
+            return Hold(
+                TRAFFIC, f"rank {self.rank} has collectives in flight: {len(self._flying)}, the oldest is {first.op}"
+            )
         if self._opened_s is None:
             return Hold(UNLEARNT, f"rank {self.rank}: no collective seen yet")
         place = self.follower.place
@@ -212,7 +214,10 @@ class SlackLearner:
         if self._request is None:
             self._request = _Request(q, max(now_s, until_s), predicted)
         if until_s <= now_s:
-            return Hold(OUTLASTED, f"rank {self.rank}, position {position}: windows have recently become shorter")
+            return Hold(
+                OUTLASTED,
+                f"rank {self.rank}, position {position}: recent windows were shorter, so this one may have ended",
+            )
         return RemainingQuiet(predicted.position, predicted.opened_s, until_s, predicted.samples, predicted.risk)
 
     def _grade(self, at_s: float) -> None:
@@ -235,10 +240,15 @@ class SlackLearner:
         lengths, lasted_s = gap.lengths_s, max(0.0, now_s - opened_s)
         where = f"rank {self.rank}, position {position}"
         if len(lengths) < MIN_SAMPLES:
-            return Hold(FEW_SAMPLES, f"{where}: seen {len(lengths)} times, must be seen {MIN_SAMPLES} times")
+            return Hold(
+                FEW_SAMPLES, f"{where}: at least {MIN_SAMPLES} measured quiet times are required, got {len(lengths)}"
+            )
         bound = lengths.promised(q, self._levels.get(q, q), lasted_s)
         if bound is None:
-            return Hold(OUTLASTED, f"{where}: quiet for {lasted_s * 1e3:.1f} ms, rarely longer: cannot predict its end")
+            return Hold(
+                OUTLASTED,
+                f"{where}: quiet for {lasted_s * 1e3:.1f} ms; too few earlier windows were longer to predict the end",
+            )
         return RemainingQuiet(position, opened_s, opened_s + bound.value_s, bound.samples, bound.risk)
 
     @property

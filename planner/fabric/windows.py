@@ -100,13 +100,13 @@ def intersect(reports: Iterable[ReportedQuiet], now_s: float) -> Window | Hold:
             return Hold(CLOCK_UNKNOWN, f"{each.host}: the offset of its clock is unknown")
         age_s = now_s - each.clock.ours(each.reported_s)[0]
         if age_s > MOST_AGE_S:
-            return Hold(STALE_WINDOW, f"{each.host}: reported {_ms(age_s)} ago, limit {_ms(MOST_AGE_S)}")
+            return Hold(STALE_WINDOW, f"{each.host}: the last report is {_ms(age_s)} old, limit {_ms(MOST_AGE_S)}")
         opened_s = max(opened_s, each.clock.ours(each.quiet.opened_s)[1])
         risk += each.quiet.risk
         if (ends_s := each.clock.ours(each.quiet.until_s)[0]) < until_s:
             until_s, limiting = ends_s, f"{each.host}, rank {each.rank}"
     if not limiting:
-        return Hold(NO_RANKS, "no rank has reported about the circuits that change")
+        return Hold(NO_RANKS, "no rank that uses the changing circuits has reported")
     return Window(opened_s, until_s, limiting, min(1.0, risk))
 
 
@@ -127,17 +127,20 @@ def may_commit(
     if window is None:
         if stage is Stage.TRAIN:
             return Hold(NO_RANKS, "train: circuits change only inside a window, and no rank has reported one")
-        return Act("at_boundary", f"{stage.value}: no rank sends until it is done; {need}")
+        return Act("at_boundary", f"{stage.value}: no rank sends until the circuits are ready; {need}")
     left_s = window.until_s - now_s
     if now_s < window.opened_s:
-        return Hold(CLOSED, f"opens in at most {_ms(window.opened_s - now_s)}, given the clock bounds")
+        return Hold(
+            CLOSED,
+            f"the window opens in at most {_ms(window.opened_s - now_s)}, given the uncertainty of the clock offsets",
+        )
     if left_s <= 0:
-        return Hold(CLOSED, f"ended {_ms(-left_s)} ago, as predicted by {window.limiting}")
+        return Hold(CLOSED, f"the window ended {_ms(-left_s)} ago, according to the prediction for {window.limiting}")
     detail = f"{_ms(left_s)} remain, limited by {window.limiting} (risk {window.risk:.1%}), {need}"
     if left_s < need.total_s:
         return Hold(TOO_SHORT, detail)
     if window.risk > most_risk:
-        return Hold(RISKY, f"{detail}; the limit is {most_risk:.1%}")
+        return Hold(RISKY, f"{detail}; the risk limit is {most_risk:.1%}")
     return Act("in_window", detail)
 
 

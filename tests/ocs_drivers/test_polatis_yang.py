@@ -87,7 +87,7 @@ def test_model_name_determines_sides(text: str, ingress: range, egress: range) -
 
 @pytest.mark.parametrize(("model", "size"), [("I-OST-LU1", None), ("8x8", None), ("16x16", "8x8"), ("0x32", None)])
 def test_ambiguous_model_name_needs_option_size(model: str, size: str | None) -> None:
-    with pytest.raises(DriverPermanent, match="set option size"):
+    with pytest.raises(DriverPermanent, match="set the option `size`"):
         yang.sides(model, range(1, 33), size)
 
 

@@ -125,7 +125,7 @@ async def test_facts_are_read_from_the_model() -> None:
         assert (facts.ingress_ports, facts.egress_ports) == (range(1, 9), range(9, 33))
         assert facts.boot is BootBehaviour.RESTORE
     async with switch(size="8x8") as (driver, _, _address):
-        async with refusal(DriverPermanent, "option size", "ports 1..16", "32 ports from 1 to 32"):
+        async with refusal(DriverPermanent, "option `size`", "ports 1..16", "32 ports from 1 to 32"):
             await driver.facts()
 
 
@@ -140,7 +140,7 @@ async def test_refusals_report_switch_message() -> None:
             await driver.ports()
         assert "guess" not in str(refused[0])
     async with switch(root="/restconf") as (driver, _, _address):
-        async with refusal(DriverPermanent, "option root"):
+        async with refusal(DriverPermanent, "option `root`"):
             await driver.facts()
 
 

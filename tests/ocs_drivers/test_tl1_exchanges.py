@@ -266,7 +266,7 @@ async def test_calient_exchange_matches_documentation() -> None:
         )
         wire = driver._wire
         del script.received[1:]
-        with pytest.raises(DriverPermanent, match="half of the two-way connection"):
+        with pytest.raises(DriverPermanent, match="one direction of the two-way connection"):
             await wire.set(Action.REMOVE, [CrossConnect(1, 2)])
         await wire.set(Action.REMOVE, [CrossConnect(3, 4)])
         await wire.set(Action.ADD, [CrossConnect(1, 4)])

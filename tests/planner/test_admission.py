@@ -59,17 +59,20 @@ def test_good_proposal_is_acted_on_with_a_reason() -> None:
         (
             {"makespan_s": 79.5},
             "gain_too_small",
-            "2 x tp4 instead of 4 x tp2 would end the step 0.5 s sooner, costs included; epsilon is 1 s",
+            "2 x tp4 instead of 4 x tp2 would end the step 0.5 s sooner, including costs; "
+            "the gain must exceed 1 s (epsilon)",
         ),
         (
             {"makespan_s": 80.0},
             "gain_too_small",
-            "2 x tp4 instead of 4 x tp2 would end the step 0.0 s sooner, costs included; epsilon is 1 s",
+            "2 x tp4 instead of 4 x tp2 would end the step 0.0 s sooner, including costs; "
+            "the gain must exceed 1 s (epsilon)",
         ),
         (
             {"makespan_s": 95.0},
             "gain_too_small",
-            "2 x tp4 instead of 4 x tp2 would end the step 15.0 s later, costs included; epsilon is 1 s",
+            "2 x tp4 instead of 4 x tp2 would end the step 15.0 s later, including costs; "
+            "the gain must exceed 1 s (epsilon)",
         ),
         (
             {"sooner_in": (5, 8)},
@@ -77,7 +80,7 @@ def test_good_proposal_is_acted_on_with_a_reason() -> None:
             "2 x tp4 instead of 4 x tp2 would end the step 20.0 s sooner on average, "
             "but sooner in only 5 of 8 length samples; 6 are required",
         ),
-        ({"last_redeploy_s": 970.0}, "cooldown", "the last redeployment was 30.0 s ago, cooldown is 60 s"),
+        ({"last_redeploy_s": 970.0}, "cooldown", "the last redeployment was 30.0 s ago; the cooldown is 60 s"),
         (
             {"blocked": NO_DEPLOYER},
             "no_deployer",
@@ -210,8 +213,8 @@ def test_moves_must_gain_a_share_of_the_time_and_engines_the_return_cost() -> No
     held = judge(MOVES, limits, Mode.ACT, FREE)  # gains 38 s of 100
     assert held == Hold(
         "gain_too_small",
-        "moving 7 requests between the current engines would end the step 38.0 s sooner, costs included; "
-        "epsilon is 40 s",
+        "moving 7 requests between the current engines would end the step 38.0 s sooner, including costs; "
+        "the gain must exceed 40 s (epsilon)",
     )
     assert judge(replace(GOOD, return_s=19.5), limits, Mode.ACT, FREE).code == "gain_too_small"  # gains 20 s
     assert judge(replace(GOOD, return_s=18.5), limits, Mode.ACT, FREE).code == "gain"
@@ -221,7 +224,8 @@ def test_change_that_is_better_later_waits_unless_overridden() -> None:
     later = replace(GOOD, later_gain_s=0.5, wait_s=30.0)
     held = Hold(
         "better_later",
-        "2 x tp4 instead of 4 x tp2 would end the step 20.0 s sooner, and another 0.5 s sooner if made 30 s later",
+        "2 x tp4 instead of 4 x tp2 would end the step 20.0 s sooner, and another 0.5 s sooner if "
+        "the change is made 30 s later",
     )
     assert judge(later, LIMITS, Mode.ACT, FREE) == held
     assert judge(later, LIMITS, Mode.ACT, OVERRIDE).code == "overridden"

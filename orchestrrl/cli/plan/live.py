@@ -35,7 +35,10 @@ async def explain_(
         stored = await answer(client, client.control.ListPlans, control_pb2.ListPlansRequest())
         plan = next((each["plan_id"] for each in stored["plans"] if each["acted"]), "")
         if not plan:
-            raise Permanent("no stored plan has been carried out to its end; see `orchestrrl redeploy --watch`")
+            raise Permanent(
+                "no stored plan has been carried out completely; run `orchestrrl redeploy --watch` to follow a "
+                "redeployment"
+            )
     found = await answer(client, client.control.GetPlan, control_pb2.GetPlanRequest(plan_id=plan))
     status = await fetch_status(client)
     document = {**found, "control": status["plan_control"], "calibration": status["plan_calibration"]}

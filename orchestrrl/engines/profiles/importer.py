@@ -68,7 +68,7 @@ def layout_named(name: str) -> Parallelism:
         raise ValueError("must be a layout such as tp2, tp8ep8 or tp1dp8ep8")
     tp, dp, ep = (int(number or 1) for number in match.groups())
     if min(tp, dp, ep) < 1:
-        raise ValueError("must have sizes of at least 1")
+        raise ValueError("must have tp, dp and ep of at least 1")
     if ep not in (1, tp * dp):
         raise ValueError(f"must have ep 1, or ep {tp * dp} to spread the experts over all of the engine's GPUs")
     return Parallelism(tp=tp, dp=dp, ep=ep)

@@ -210,7 +210,7 @@ class _Run:
             rate, _ = fit_rate(prefill)
         except TooFewSamples as error:
             raise Permanent(
-                f"{self._engine.url}: {error}; the engine's longest context is too short to measure"
+                f"{self._engine.url}: {error}; the engine's longest context is too short to measure prefill"
             ) from None
         point_s = min(POINT_S, 0.5 * self._wanted.budget_s / len(points))
         self._decode_s = 2 * point_s

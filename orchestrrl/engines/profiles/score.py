@@ -178,7 +178,10 @@ def _lengths(row: MeasuredDeployment) -> tuple[float, float]:
 
 def _fit(rows: Sequence[MeasuredDeployment]) -> StepFit:
     if len(rows) < LEAST_ROWS:
-        raise TooFewSamples(f"a fit requires at least {LEAST_ROWS} rows with other lengths, got {len(rows)}")
+        raise TooFewSamples(
+            f"a fit requires at least {LEAST_ROWS} rows whose lengths differ from those of the predicted rows, "
+            f"got {len(rows)}"
+        )
     prefilled_tokens = [_prefilled_tokens(row) for row in rows]
     return fit_step([_sample(row) for row in rows], LINE_IS_ENOUGH, prefilled_tokens=prefilled_tokens)
 

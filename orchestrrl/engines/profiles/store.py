@@ -50,7 +50,7 @@ FIGURES = (
 
 def _increasing(xs: tuple[float, ...]) -> tuple[float, ...]:
     if not xs or any(later <= sooner for sooner, later in pairwise(xs)):
-        raise ValueError("must have at least one entry, in strictly increasing order")
+        raise ValueError("must have at least one entry, and the entries must be in strictly increasing order")
     return xs
 
 

@@ -160,7 +160,7 @@ def test_plan_explain_of_the_latest_plan_that_was_carried_out(daemon: FakeDaemon
     missing = run(daemon, "plan", "explain", "--acted")
     assert (missing.exit_code, missing.stderr) == (
         1,
-        "no stored plan has been carried out to its end; see `orchestrrl redeploy --watch`\n",
+        "no stored plan has been carried out completely; run `orchestrrl redeploy --watch` to follow a redeployment\n",
     )
     daemon.plans += [
         pb.Plan(plan_id="plan-2", decision="reconfigure", acted=True),

@@ -54,7 +54,10 @@ def test_errors_of_source_and_file_are_reported_together(measured: Path) -> None
     shown = CliRunner().invoke(application(), ["profile", "score", str(measured), "--source", "measured"])
     assert shown.exit_code == 0, shown.output
     assert "TPOT of 0 of 3 rows" in shown.stdout
-    assert "too few measurements: a fit requires at least 8 rows with other lengths, got 0" in shown.stdout
+    assert (
+        "too few measurements: a fit requires at least 8 rows whose lengths differ from those of the predicted rows, "
+        "got 0" in shown.stdout
+    )
     measured.write_text(measured.read_text().replace("12.5", "fast"))
     wrong = CliRunner().invoke(application(), ["profile", "score", str(measured), "--source", "guess"])
     assert (wrong.exit_code, wrong.stdout) == (2, "")

@@ -137,7 +137,7 @@ class PreparedCircuitWorld(CircuitWorld):
             await self.executor.commit(self.operation)
 
     async def repeat(self) -> None:
-        with pytest.raises(CircuitConflict, match="was begun or abandoned before"):
+        with pytest.raises(CircuitConflict, match="already begun or been abandoned"):
             await self.executor.commit(self.operation)
 
 

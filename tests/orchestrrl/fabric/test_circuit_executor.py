@@ -112,7 +112,7 @@ async def test_refused_change_leaves_switch_unchanged(
     await connect(executor, *OLD)
     with pytest.raises(CircuitConflict, match="1:17"):
         await executor.change("ocs1", CircuitChange(NEW), ChangeMode.SAFE)
-    with pytest.raises(CircuitConflict, match="the revision must be 7"):
+    with pytest.raises(CircuitConflict, match="planned for revision 7"):
         await executor.change("ocs1", CircuitChange((BYSTANDER,)), ChangeMode.SAFE, expect_revision=7)
     assert await shown(switch) == frozenset(OLD)
     assert len(written(journal)) == 2
@@ -347,7 +347,7 @@ async def test_prepared_change_is_armed_before_journalling(
     executor.abandon(unwanted, "not wanted")
     assert written(journal)[2:] == [("circuits.intent", None), ("circuits.result", False)]
     assert [what for what, _ in arming.noted[3:]] == ["arm", "disarm"]
-    with pytest.raises(CircuitConflict, match="begun or abandoned before"):
+    with pytest.raises(CircuitConflict, match="already begun or been abandoned"):
         await executor.commit(unwanted)
     assert await shown(arming) == frozenset(OLD)
 
@@ -482,7 +482,7 @@ async def test_rollback_that_cannot_be_read_back_stays_open(clock: VirtualClock,
     switch = LosesTheLineAfterRollback("ocs1", clock=clock, link_timeout_s=0.2)
     executor = CircuitExecutor({"ocs1": switch}, journal, clock)
     switch.model.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
-    with pytest.raises(DriverOutcomeUnknown, match=r"could not be read since.*no route to host"):
+    with pytest.raises(DriverOutcomeUnknown, match=r"could not be read afterwards.*no route to host"):
         await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)
     assert len(executor.open) == 1
     switch.is_lost = False
@@ -522,7 +522,7 @@ async def test_rolled_back_circuit_that_reappears_is_no_rollback(clock: VirtualC
     switch = LosesTheLineAfterRollback("ocs1", clock=clock, link_timeout_s=0.2)
     executor = CircuitExecutor({"ocs1": switch}, journal, clock)
     switch.model.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
-    with pytest.raises(DriverOutcomeUnknown, match="could not be read since"):
+    with pytest.raises(DriverOutcomeUnknown, match="could not be read afterwards"):
         await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)
     switch.model.inject(DeviceFault(DeviceFaultKind.MEND_PORT, OLD[0].ingress_port))
     switch.model.add(OLD)
@@ -548,7 +548,7 @@ async def test_malformed_answer_does_not_prevent_rollback(switch: VirtualSwitch,
         return await rollback(diff)
 
     switch.rollback = rollback_over_garbled  # type: ignore[method-assign]
-    with pytest.raises(DriverOutcomeUnknown, match="not rolled back yet"):
+    with pytest.raises(DriverOutcomeUnknown, match="not been rolled back yet"):
         await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)
     assert len(executor.open) == 1
     switch.model.inject(DeviceFault(DeviceFaultKind.MEND_PORT, OLD[0].ingress_port))

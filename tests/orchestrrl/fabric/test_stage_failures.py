@@ -347,7 +347,7 @@ async def test_prepared_change_is_committed_once(site: Harness) -> None:
     operation = await executor.prepare(CORE, change, 60.0)
     outcome = _run(site, executor.commit(operation))
     assert (await outcome).done
-    with pytest.raises(CircuitConflict, match="was begun or abandoned before"):
+    with pytest.raises(CircuitConflict, match="already begun or been abandoned"):
         await executor.commit(operation)
     executor.abandon(operation, "too late")
     assert [body["done"] for body in site.written(EntryKind.CIRCUITS_RESULT)] == [True]

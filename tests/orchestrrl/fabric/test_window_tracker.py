@@ -217,7 +217,7 @@ async def test_missing_ranks_are_reported_with_traced_ones(hub: WindowTracker, c
         assert isinstance(window, Hold)
         return window.detail
 
-    assert reason("", {0, 1, 4}) == "no agent reads the recorder of rank 0-1, 4; traced: none"
+    assert reason("", {0, 1, 4}) == "no agent reads the recorder of rank 0-1, 4; recorders that are read: none"
     agents = [
         Agent(hub, clock, "a", {"trainer": frozenset(range(4)), "": frozenset({7})}),
         Agent(hub, clock, "b", {"trainer": frozenset({5})}),
@@ -225,8 +225,11 @@ async def test_missing_ranks_are_reported_with_traced_ones(hub: WindowTracker, c
     for agent in agents:
         agent.attach()
     there = "an unnamed job (rank 7), trainer (rank 0-3, 5)"
-    assert reason("trainer", {3, 4}) == f"no agent reads the recorder of rank 4 of trainer; traced: {there}"
-    assert reason("trainr", {0}) == f"no agent reads the recorder of rank 0 of trainr; traced: {there}"
+    assert (
+        reason("trainer", {3, 4})
+        == f"no agent reads the recorder of rank 4 of trainer; recorders that are read: {there}"
+    )
+    assert reason("trainr", {0}) == f"no agent reads the recorder of rank 0 of trainr; recorders that are read: {there}"
     assert hub.hosts_of_jobs() == {"trainer": {"a", "b"}, "": {"a"}}
     for agent in agents:
         agent.leave()

@@ -206,7 +206,10 @@ def test_overlapping_collectives_are_traffic_until_last_ends() -> None:
     learner.ended(first, 3.07)
     predicted = learner.remaining(3.08, Q)
     assert isinstance(predicted, Hold)
-    assert (predicted.code, predicted.detail) == (TRAFFIC, "rank 0: 1 in flight, the oldest all_reduce")
+    assert (predicted.code, predicted.detail) == (
+        TRAFFIC,
+        "rank 0 has collectives in flight: 1, the oldest is all_reduce",
+    )
     learner.ended(other, 3.09)
     assert code(learner.remaining(3.1, Q)) == "promised"
 

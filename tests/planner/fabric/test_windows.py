@@ -87,7 +87,7 @@ def test_host_without_window_is_named() -> None:
         (
             ReportedQuiet("node2", 97.0, 0, open_now, SAME_CLOCK),
             "stale_window",
-            "node2: reported 3000.0 ms ago, limit 1000.0",
+            "node2: the last report is 3000.0 ms old, limit 1000.0",
         ),
     ):
         found = intersect([report, quiet], 100.0)
@@ -154,9 +154,13 @@ def test_train_changes_only_inside_a_window() -> None:
     assert may_commit(Stage.TRAIN, held, NEED, 100.0, boundary=True) == held
     assert may_commit(Stage.TRAIN, window(0.035), NEED, 100.0, boundary=False).code == "in_window"
     late = may_commit(Stage.TRAIN, window(0.035, now_s=90.0), NEED, 100.0, boundary=False)
-    assert late == Hold("window_closed", "ended 9965.0 ms ago, as predicted by node7, rank 3")
+    assert late == Hold(
+        "window_closed", "the window ended 9965.0 ms ago, according to the prediction for node7, rank 3"
+    )
     early = may_commit(Stage.TRAIN, window(0.035, now_s=100.015), NEED, 100.0, boundary=False)
-    assert early == Hold("window_closed", "opens in at most 5.0 ms, given the clock bounds")
+    assert early == Hold(
+        "window_closed", "the window opens in at most 5.0 ms, given the uncertainty of the clock offsets"
+    )
 
 
 def test_slow_device_never_fits_into_short_windows() -> None:

@@ -51,7 +51,11 @@ def test_engines_are_fitted_separately_and_too_few_rows_are_reported() -> None:
     scored, unpredicted = score_measured(parse_silicon(csv_of(*rows)))
     assert len(scored) == 12
     assert [each.row for each in unpredicted] == [13, 14, 15, 16]
-    assert unpredicted[0].reason == "too few measurements: a fit requires at least 8 rows with other lengths, got 0"
+    assert (
+        unpredicted[0].reason
+        == "too few measurements: a fit requires at least 8 rows whose lengths differ from those of the predicted "
+        "rows, got 0"
+    )
 
 
 def test_fit_needs_kv_tokens_that_vary_independently_of_sequences() -> None:

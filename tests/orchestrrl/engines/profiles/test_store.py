@@ -159,7 +159,8 @@ def test_all_faults_are_reported_with_path_and_value() -> None:
         "engine: is missing",
         "configurations[0].parallelism.tp: must be > 0",
         "configurations[0].step_s.seconds[1]: must be >= 0",
-        "configurations[0].step_s.sequences: must have at least one entry, in strictly increasing order",
+        "configurations[0].step_s.sequences: must have at least one entry, and the entries must be in strictly "
+        "increasing order",
         "configurations[0].step_s.per_kv_token: must be >= 0",
         "configurations[0].prefill_tokens_per_s: must be > 0",
         "configurations[0].kv_capacity_tokens: should be a valid integer",

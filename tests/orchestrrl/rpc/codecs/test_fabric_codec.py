@@ -12,7 +12,7 @@ def test_host_detail_omits_jobs_of_other_hosts() -> None:
     of them reports that it lacks the job."""
     host = TracedHost("node7", jobs={"tiny": frozenset({0, 1})})
     host.clock.add(ClockExchange(0.0, 0.001, 0.002, 0.003))
-    host.quiet_reports[""] = (0.0, 0, Hold("unlearnt", "no rank of job '' is traced here"))
+    host.quiet_reports[""] = (0.0, 0, Hold("unlearnt", "no rank of job '' is traced on this host"))
     hub = WindowTracker(VirtualClock())
     hub.hosts["node7"] = host
     assert [each.detail for each in hosts_to_pb(hub, 0.0)] == [""]

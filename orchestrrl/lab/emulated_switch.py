@@ -1,6 +1,5 @@
 """Emulated optical switches that implement the vendors' protocols, and an emulator that serves the gRPC service
-`OcsDriver`.
-"""
+`OcsDriver`."""
 
 from typing import Any
 

@@ -20,8 +20,7 @@ def run_tasks(
 ) -> Iterator[tuple[Task, Result | Exception]]:
     """Yield each task with its result as it completes: the value or exception of `work`, or ChildProcessError if the
     process died. `at_once` is the maximum number of processes, by default one per available core. `preload` lists
-    modules that are imported once, before the processes are forked.
-    """
+    modules that are imported once, before the processes are forked."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     most = at_once or len(os.sched_getaffinity(0))
@@ -61,8 +60,7 @@ def _run(work: Callable[[Any], Any], task: object, pipe: Connection) -> None:
 
 def _end_with_parent() -> None:
     """Exit when the parent process ends, even if the parent was killed, or was interrupted before it recorded this
-    process.
-    """
+    process."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -1,8 +1,10 @@
-"""Run weight syncs in a box: send real bytes from training hosts to generation hosts, over circuits set for the sync.
+"""Run weight syncs in a box: send real bytes from training hosts to generation hosts, over circuits that are set up for
+each sync.
 
-Three methods are compared in rotation: a tree planned for the available circuits, direct transfers from the holders to
-every receiver, and the two-stage scheme. Each host is a process in its own network namespace with OrchestrRL's carrier
-and transport. Each method has its own files, and uses the circuits that the daemon sets for its edges.
+Three methods are compared: a tree that is planned for the available circuits, direct transfers from the holders of the
+shards to every receiver, and the two-stage scheme. Each round begins with a different method. Each host is a process in
+its own network namespace with OrchestrRL's carrier and transport. For each run of a method, the hosts create new files,
+and the daemon sets up circuits for the edges of the method.
 """
 
 import asyncio
@@ -119,8 +121,8 @@ class _Show:
         self._rows: list[dict[str, Any]] = []
 
     async def _open(self) -> None:
-        """Order the holders to create files that contain their shards, and all other peers to create empty files. Data
-        that was received before is deleted."""
+        """Order the holders of the shards to create files that contain these shards, and all other peers to create
+        empty files. Data that was received before is deleted."""
         held: dict[PeerId, list[str]] = {id: [] for id in self._peers}
         for shard, holder in self._planned.summed_by.items():
             held[holder].append(shard)
@@ -133,7 +135,7 @@ class _Show:
         return {id: answers[id] for id in orders}
 
     async def measure_payload(self) -> None:
-        """Measure the rate of TCP payload of one connection over one circuit between PoDs."""
+        """Measure the rate at which one connection transfers TCP payload over one circuit between PoDs."""
         await self._circuits((self._planned.edges,))
         source = next(id for id, peer in self._peers.items() if peer.role is PeerRole.TRAINER)
         first = {PeerId(str(server.id)): server.gpus[0] for server in self._box.site.servers}
@@ -202,14 +204,15 @@ class _Show:
         return stages, await self._circuits(stages)
 
     def _naive(self) -> Stages:
-        """Return one stage of edges in which every receiver receives directly from the holders."""
+        """Return one stage of edges in which every receiver receives each shard directly from the shard's holder."""
         shards, holders = self._planned.map.shards, self._planned.summed_by
         return (self._edges("x", [(shard, holders[shard.id], other) for shard in shards for other in self._receivers]),)
 
     def _two_stage(self) -> Stages:
-        """Return the edges of the scheme in figure 4 of the paper, by stage. The training hosts send everything once to
-        the first replica of each PoD. This replica then broadcasts inside the PoD, by a pipelined chain, ToR by ToR, as
-        in collective libraries."""
+        """Return the edges of the scheme in figure 4 of the paper, by stage. In the first stage, the training hosts
+        send all shards once to the first replica of each PoD. In the second stage, the shards pass from replica to
+        replica in a chain through the PoD, one ToR after another. The chain is pipelined, as in collective libraries.
+        """
         chains = [list(pod) for _, pod in groupby(self._receivers, key=lambda id: self._stations[id].pod)]
         shards, holders = self._planned.map.shards, self._planned.summed_by
         across = [(shard, holders[shard.id], chain[0]) for shard in shards for chain in chains]
@@ -217,7 +220,7 @@ class _Show:
         return self._edges("x", across), self._edges("y", along)
 
     def _edges(self, letter: str, hops: Iterable[tuple[ShardMap, PeerId, PeerId]]) -> tuple[CarryEdge, ...]:
-        """Return one edge for each hop (shard, source, destination), which carries the whole shard. `letter` is the
+        """Return one edge for each hop (shard, source, destination). Each edge carries a whole shard. `letter` is the
         prefix of the edges' ids."""
         made = []
         for number, (shard, src, dst) in enumerate(hops):
@@ -232,9 +235,9 @@ class _Show:
         return self._stations[src].pod != self._stations[dst].pod
 
     async def _circuits(self, stages: Stages) -> dict[str, Any]:
-        """Announce the intent of generation, then the intent of the stages' edges, as the daemon does for a sync. No
-        traffic is sent meanwhile. Return the number of moves and the duration, in seconds, of the second change of
-        circuits."""
+        """Announce the intent of generation, and then the intent of the stages' edges, as the daemon does for a sync.
+        No traffic is sent meanwhile. Return a report on the change of circuits for the second intent: the number of
+        moves, and the duration in seconds."""
         await self._committed(intents.generation(self._box.site))
         intent, _ = intent_of([edge for stage in stages for edge in stage], self._box.site, self._peers)
         report = await self._committed(intent)

@@ -3,11 +3,16 @@
 HOSTS is JSON: `[[PEER, ADDRESS, NAMESPACE], ...]`. Each host is a forked process that enters its network namespace and
 carries out orders with OrchestrRL's carrier and transport. The first line of output contains the address of each peer.
 Each line of standard input contains orders for some peers, `{PEER: ORDER, ...}`. When all these orders are done, the
-response is a line `{PEER: RESPONSE, ...}`. The orders are:
+response is a line `{PEER: RESPONSE, ...}` with all peers. The response of a peer without an order is null. The orders
+are:
 
-    {"open": VERSION_MAP, "holds": [SHARD, ...]}
-    {"carry": EDGES}
-    {"sum": true}
+    {"open": VERSION_MAP, "holds": [SHARD, ...]}    create the files of a version, with the data of the shards held
+    {"carry": EDGES}                                carry out the edges that begin or end at the peer
+    {"sum": true}                                   compute the SHA-256 of the model file
+
+The response to `open` is null. The response to `carry` is `{"ended_s": TIME, "broken": [TEXT, ...]}`: the Unix time at
+which the last edge to the peer ended (0 if there is none), and the edges that failed. The response to `sum` is
+`{"sha256": DIGEST, "missing": {SHARD: RANGES}}`, where RANGES are the bytes that the peer has not received.
 """
 
 import hashlib

@@ -8,12 +8,15 @@ Every `SEND_WEIGHTS_EVERY` iterations, weights are broadcast.
 `python -m orchestrrl.lab.demo.fabric_job` reads orders from standard input and responds to each with one line of JSON:
 
     {"start": NAME, "ranks": 8, "window_s": 0.12, "store": FILE, "rings": FOLDER or null, "stamps": FILE}
-    {"turn": NAME, "iterations": N}     seconds of each iteration on its slowest rank
-    {"stop": NAME}                      exit statuses of the ranks
+        Start a job, as described in JobOrder. The response is NAME, when all ranks are ready.
+    {"turn": NAME, "iterations": N}
+        Run N iterations. The response is a list with the duration of each iteration on its slowest rank, in seconds.
+    {"stop": NAME}
+        Stop the job. The response is a list with the exit status of each rank.
 
 The collectives of a job with rings are recorded (the folder orchestrrl/integrations/instrument is on PYTHONPATH), and
-its rank 0 announces periods. The start time of each rank's pauses is written to `stamps`. The module uses only the
-standard library and torch, because it runs without OrchestrRL's dependencies.
+its rank 0 announces periods. The start time of each rank's latest pause is written to `stamps`. The module uses only
+the standard library and torch, because it runs without OrchestrRL's dependencies.
 """
 
 import contextlib
@@ -130,8 +133,8 @@ class JobRank:
 @dataclass(frozen=True, slots=True)
 class JobOrder:
     """The order to start a training job. `start` is the job's name, and `window_s` is the length of each pause in
-    seconds. `store` is the file in which torch.distributed's ranks find each other. `rings` is the folder of the rings,
-    or None if the job is not recorded. `stamps` is the file of the pauses' start times."""
+    seconds. `store` is the file through which the ranks find each other (torch.distributed's FileStore). `rings` is the
+    folder of the rings, or None if the job is not recorded. `stamps` is the file of the pauses' start times."""
 
     start: str
     ranks: int
@@ -142,8 +145,9 @@ class JobOrder:
 
 
 def run_rank(order: JobOrder, rank: int, line: Connection) -> None:
-    """Run one rank of a job in a forked process. Each number received from `line` is a number of iterations to run.
-    Return when None is received or the other end of `line` is closed."""
+    """Run one rank of a job in a forked process. Each number received from `line` is a number of iterations to run; the
+    response is the list of their durations in seconds. Return when None is received or the other end of `line` is
+    closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent process ends the job
     torch.set_num_threads(1)
     recorder: ModuleType | None = None

@@ -126,7 +126,7 @@ class FabricDemoStack(Stack):
         return taken_s
 
     async def job_request(self, **order: Any) -> Any:
-        """Send an order to fabric_job.py and return the response."""
+        """Send an order to the process that runs fabric_job.py and return the response."""
         return await self.processes["torch"].request(order)
 
     async def outcome(self) -> PeriodOutcomes:

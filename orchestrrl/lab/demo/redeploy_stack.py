@@ -156,8 +156,8 @@ def _write_fabric(deployment: DeploymentSection, out_dir: Path) -> dict[str, Any
 
 
 def site_of(deployment: DeploymentSection) -> Site:
-    """Return the site of a deployment, with one training and one generation PoD. The generation PoD reserves one lane
-    to the core per ToR for responses."""
+    """Return the site of a deployment, with one training and one generation PoD. For each of its ToRs, the generation
+    PoD reserves one lane to the core for response traffic."""
     fabric = deployment.fabric
     servers = deployment.gpus // fabric.gpus_per_server
     device = SwitchModel("shown", fabric.device_s, SWITCH_PORTS)

@@ -26,8 +26,8 @@ ALL_ENTRIES = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class MethodMark:
-    """The predicted and actual times of the moves by one method, as medians in engine seconds. Only requests that had
-    context, were moved by the predicted method and continued are counted."""
+    """The predicted and actual times of the moves by one method, as medians in engine seconds. A move is counted only
+    if it succeeded, took time, and used the method for which its time was predicted."""
 
     method: str
     moves: int
@@ -86,8 +86,9 @@ class DemoOutcome(ComparedDemo[SeedOutcome]):
 
     @property
     def limit(self) -> tuple[float, int, int] | None:
-        """The largest fraction, over all seeds, of a step's makespan that the longest response would take alone on an
-        engine, followed by the response's number of tokens and the seed. It is None if there is no oracle."""
+        """The time that the longest response of a step would take alone on an engine, as a fraction of the step's
+        makespan. The value is a tuple for the seed with the largest fraction: the fraction, the response's number of
+        tokens, and the seed. It is None if there is no oracle."""
         return max(
             (
                 (outcome.oracle.lower_bound_s / outcome.shown.makespan_s, outcome.oracle.longest_tokens, outcome.seed)

@@ -31,8 +31,7 @@ class DemoFabricSection(ScenarioSection):
 
 class DeploymentSection(ScenarioSection):
     """The engines that the daemon starts and can replace. Their costs are taken from the built-in profile `profile`.
-    Replaced engines sleep until they are needed again.
-    """
+    Replaced engines sleep until they are needed again."""
 
     profile: str
     gpus: Count
@@ -44,9 +43,8 @@ class DeploymentSection(ScenarioSection):
 
 
 class SyncSection(ScenarioSection):
-    """The step during which a trainer publishes new weights. For vLLM, these are weights of the model that the engines
-    serve.
-    """
+    """The step during which a trainer publishes new weights. If the engines are vLLM engines, the weights belong to the
+    model that they serve."""
 
     prompts: Count  # prompts of that step
     max_tokens: Count
@@ -92,8 +90,7 @@ class Sample:
 
 def load_scenario(name: str) -> DemoScenario:
     """Return the built-in scenario `simulated`, `simulated-kv`, `simulated-redeploy` or `vllm`. Raises ProblemFaults if
-    the scenario's file is invalid.
-    """
+    the scenario's file is invalid."""
     text = files("orchestrrl.lab.demo").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     document = yaml.safe_load(text)
     # YAML 1.1 reads 4.1e-8 as a number but 1e-8 as a string; pydantic accepts both.
@@ -137,9 +134,8 @@ def expected_answers(scenario: DemoScenario, step: Sequence[Sample]) -> dict[Req
 
 
 def expected_ids(scenario: DemoScenario, sample: Sample) -> list[int]:
-    """Return the token IDs of the response that an undisturbed simulated engine gives to the sample. They are computed
-    without an engine.
-    """
+    """Return the token IDs with which an undisturbed simulated engine responds to the sample. The IDs are computed
+    without an engine."""
     generation = TokenModel(lengths=scenario.lengths).begin(sample.prompt_ids)
     ids = [generation.next_token()[0] for _ in range(sample.output_tokens)]
     if generation.answer_tokens <= scenario.max_tokens:

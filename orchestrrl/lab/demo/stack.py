@@ -22,8 +22,7 @@ EPSILON_S, SWITCH_S = 10.0, 1.7
 @contextlib.asynccontextmanager
 async def engines(scenario: DemoScenario, kind: str, out_dir: Path) -> AsyncIterator[list[LocalEngine]]:
     """Start the scenario's engines and yield them when all are ready. `kind` is the kind of engine. The engines are
-    stopped on exit.
-    """
+    stopped on exit."""
     out_dir.mkdir(parents=True, exist_ok=True)
     names = [f"engine-{index}" for index in range(scenario.engines)]
     if kind == "simulated":
@@ -54,8 +53,7 @@ def _simulated_flags(scenario: DemoScenario, out_dir: Path) -> list[str]:
 
 def write_lengths(scenario: DemoScenario, out_dir: Path) -> Path:
     """Write the scenario's distribution of response lengths to a file for simulated engines, and return the file's
-    path.
-    """
+    path."""
     path = (out_dir / "lengths.yaml").absolute()
     path.write_text(yaml.safe_dump(scenario.model_dump(mode="json")["lengths"]))
     return path

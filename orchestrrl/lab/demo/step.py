@@ -29,8 +29,7 @@ Report = Callable[[str, int, int], None]  # current activity, units done, total 
 @dataclass(slots=True)
 class DemoStepRecord:
     """The record of one run of a generation step. Times are in engine seconds. Finish times are measured from the start
-    of the step.
-    """
+    of the step."""
 
     makespan_s: float = 0.0
     finish_s: dict[RequestId, float] = field(default_factory=dict)
@@ -43,8 +42,7 @@ class DemoStepRecord:
 @dataclass(slots=True)
 class ComparedStep:
     """One step that is run twice: as a baseline and with the demonstrated feature. `expected` contains the responses of
-    an undisturbed run. If it is None, the baseline is the undisturbed run.
-    """
+    an undisturbed run. If it is None, the baseline is the undisturbed run."""
 
     seed: int
     samples: list[Sample]
@@ -59,8 +57,7 @@ class ComparedStep:
     @property
     def lost(self) -> list[RequestId]:
         """The requests without a response in one of the two runs. A request is listed twice if neither run has a
-        response to it.
-        """
+        response to it."""
         runs = (self.baseline, self.shown)
         return [sample.id for sample in self.samples for record in runs if sample.id not in record.answers]
 
@@ -211,8 +208,8 @@ class _StepRun:
         return sum(reading.running + reading.waiting for reading in readings) >= self.total
 
     async def sample_idle(self) -> None:
-        """Add the time since the last sample to the idle time of each engine without running requests. An engine that
-        does not respond is treated as busy."""
+        """For each engine that has no running requests, add the time since the last sample to the engine's idle time.
+        An engine that does not respond is treated as busy."""
         readings = await asyncio.gather(*(engine.metrics() for engine in self.fleet.clients), return_exceptions=True)
         now_s = self.elapsed_s()
         for index, reading in enumerate(readings):

@@ -1,6 +1,5 @@
 """Run a weight sync with requests in flight: publish one version before a step and the next version during it. Then
-compare each token of the responses with the token that the version named in its span generates.
-"""
+compare each token of the responses with the token that the version named in its span generates."""
 
 import asyncio
 import shutil
@@ -73,8 +72,7 @@ class AnswerStretch:
 
 async def run_sync(fleet: DemoFleet, stack: Stack) -> SyncOutcome:
     """Publish two versions of the weights, the second one during a step, and return the outcome of the second
-    publication. Raises Permanent if a sync fails.
-    """
+    publication. Raises Permanent if a sync fails."""
     scenario, is_simulated = fleet.scenario, fleet.kind == "simulated"
     assert scenario.sync is not None, "the scenario has a section `sync`"
     smaller = scenario.model_copy(update={"prompts": scenario.sync.prompts, "max_tokens": scenario.sync.max_tokens})
@@ -125,8 +123,7 @@ async def run_sync(fleet: DemoFleet, stack: Stack) -> SyncOutcome:
 
 async def _start_peers(fleet: DemoFleet, stack: Stack, home: Path) -> dict[int, Path]:
     """Start a peer for the trainer and for each of two hosts that share the engines. The peers stop with the stack.
-    Wait until all peers are attached, and return the checkpoint folder of each version.
-    """
+    Wait until all peers are attached, and return the checkpoint folder of each version."""
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
     hosts: dict[str, dict[str, str]] = {TRAINER: {}}
@@ -189,8 +186,7 @@ def stretches(step: Sequence[Sample], record: DemoStepRecord) -> list[AnswerStre
 
 def simulated_ids(scenario: DemoScenario, seeds: Mapping[int, int], stretch: AnswerStretch) -> list[int]:
     """Return the tokens with which a simulated engine that has the stretch's version continues the stretch's context.
-    They are computed without an engine. `seeds` maps each version to the seed of its weights.
-    """
+    They are computed without an engine. `seeds` maps each version to the seed of its weights."""
     if stretch.version is None or stretch.version not in seeds:
         return []
     model = TokenModel(lengths=scenario.lengths, weights_seed=seeds[stretch.version])
@@ -202,7 +198,8 @@ def simulated_ids(scenario: DemoScenario, seeds: Mapping[int, int], stretch: Ans
 
 
 def _continued(stretches: Sequence[AnswerStretch]) -> list[Sample]:
-    """Return a separate request for each stretch of the new version, with the stretch's context as the prompt."""
+    """Return one new request for each stretch of the new version. The prompt of the request is the stretch's
+    context."""
     return [
         replace(
             each.sample, id=RequestId(f"again-{each.sample.id}"), prompt_ids=each.context, output_tokens=len(each.ids)
@@ -213,9 +210,9 @@ def _continued(stretches: Sequence[AnswerStretch]) -> list[Sample]:
 
 
 def _of(record: DemoStepRecord, stretch: AnswerStretch) -> list[int]:
-    """Return the response in `record` to the stretch's request or, if there is none, to the separate request made for
-    the stretch. The response is cut to the length of the stretch.
-    """
+    """Return the token IDs that `record` contains for the stretch, cut to the length of the stretch. They are the
+    response to the stretch's own request or, if that request has no response in `record`, to the request that
+    `_continued` made for the stretch."""
     id = stretch.sample.id
     ids = record.answers.get(id) or record.answers.get(RequestId(f"again-{id}"), [])
     return ids[: len(stretch.ids)]

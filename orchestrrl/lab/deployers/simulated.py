@@ -12,8 +12,8 @@ from planner.model import ConfigurationId, EngineId
 
 
 class SimulatedDeployer(FixedGpusDeployer):
-    """Deploys simulated engines on the GPUs of one fleet. `started` is called for each engine that becomes ready, and
-    `stopped` is called for each engine that ends."""
+    """A deployer that runs simulated engines on the GPUs of one fleet. `started` is called for each engine that becomes
+    ready, and `stopped` is called for each ready engine that ends."""
 
     keeps_gpus = "simulated engines neither sleep nor scale"
 
@@ -77,8 +77,7 @@ class SimulatedDeployer(FixedGpusDeployer):
 
     def remove(self, engine: EngineId) -> None:
         """Remove an engine, as happens when it is stopped, or when it crashes and is cleaned up. The engine's GPUs are
-        free immediately.
-        """
+        free immediately."""
         held = self._engines.pop(engine, None)
         if held is not None and held.life is EngineLife.ALIVE:
             self._end(engine)

@@ -32,8 +32,7 @@ LONE_RADIX = 11
 
 def training_of(text: str) -> dict[str, Any]:
     """Parse the text of a training section, such as `tp8 pp2`, into its options. A name without a number enables the
-    option of that name.
-    """
+    option of that name."""
     names = {word.rstrip("0123456789"): word for word in text.split()}
     return {name: int(word[len(name) :]) if word != name else True for name, word in names.items()}
 
@@ -134,8 +133,7 @@ TRAIN_CONSTANTS = replace(MEGATRON, tp_hidden_share=given.TP_HIDDEN.value)
 @dataclass(frozen=True, slots=True)
 class SteadyStep:
     """The stages of a step in the steady state, the throughput of the one-step asynchronous loop, and the cost of the
-    network in US dollars.
-    """
+    network in US dollars."""
 
     gen: GenStage
     train: TrainStage
@@ -156,8 +154,7 @@ def stages_of(scenario: ClusterScenario, kind: str, **options: object) -> Fabric
 def measured(stages: FabricStages, arm: str = "verl_to", seed: int = 1) -> SteadyStep:
     """Return the steady step of a loop that repeats the scenario's last generation step. Each step finishes as many
     samples as it begins, even if the original step finished more (partial rollout also finishes samples of the previous
-    step).
-    """
+    step)."""
     times = ArmTimes(stages, arm, seed)
     gen, sync = times.healthy[-1], times.sync_stage(SimulatedFailures())
     job = times.job(gen.samples)
@@ -167,8 +164,8 @@ def measured(stages: FabricStages, arm: str = "verl_to", seed: int = 1) -> Stead
 
 
 def retrained(found: SteadyStep, stages: FabricStages) -> SteadyStep:
-    """Return `found` with its training stage replaced by that of `stages`, which may use another number of GPUs or of
-    optimiser steps. The generation and sync stages are unchanged. The sync is assumed to run alone on the network.
+    """Return `found` with its training stage replaced by that of `stages`, which may have a different number of GPUs or
+    of optimiser steps. The generation and sync stages are unchanged. The sync is assumed to run alone on the network.
     """
     job = replace(found.job, layout=stages.scenario.train_layout)
     train = stages.training(SimulatedFailures(), job)
@@ -206,15 +203,14 @@ def network_usd(stages: FabricStages) -> float:
 
 def at_scale(model: str, train_gpus: int, gpus: int, layouts: tuple[str, ...]) -> Case:
     """Return a case of the paper's section 7. The number of requests is proportional to the number of generation
-    GPUs.
-    """
+    GPUs."""
     generating = gpus - train_gpus
     prompts = generating * given.REQUESTS_PER_GPU.value // given.SAMPLES.value
     return Case(model, train_gpus, generating, prompts, given.MAX_TOKENS_AT_SCALE.value, layouts, fast_interval_s=5.0)
 
 
 def balanced(model: str, gpus: int, layouts: tuple[str, ...]) -> Case:
-    """Return a case with the split of GPUs that makes training and generation about equally long on a fat tree."""
+    """Return a case that divides the GPUs so that training and generation take about the same time on a fat tree."""
     unit = UNITS[model]
     pilot = at_scale(model, max(unit, round(gpus * given.PILOT_SHARE.value / unit) * unit), gpus, layouts)
     found = measured(stages_of(pilot.scenario(), "fat_tree"))

@@ -1,7 +1,7 @@
 """The claims of the OrchestrRL paper (arXiv 2601.01209v2), figure by figure, and the rows that compare these claims
 with our results.
 
-Each claim has a unique name. A test compares the claims with the figures transcribed from the paper.
+Each claim has a unique name. A test compares the claims with the values transcribed from the paper.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +19,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class PaperClaim:
-    """A figure of the paper: one number, or a range. An unbounded side of a range is null in JSON."""
+    """A value that the paper states: one number, or a range. An unbounded side of a range is null in JSON."""
 
     low: Annotated[float, BeforeValidator(lambda value: -inf if value is None else value)]
     high: Annotated[float, BeforeValidator(lambda value: inf if value is None else value)]
@@ -38,8 +38,7 @@ class PaperClaim:
 
     def difference(self, ours: float) -> float:
         """Return the difference between `ours` and the nearer end of the claimed range, relative to that end. The
-        difference is 0 if `ours` is inside the range.
-        """
+        difference is 0 if `ours` is inside the range."""
         if self.low <= ours <= self.high:
             return 0.0
         end = self.low if ours < self.low else self.high
@@ -48,11 +47,10 @@ class PaperClaim:
 
 @dataclass(frozen=True, slots=True)
 class ScoreboardRow:
-    """A row of the scoreboard, which compares the paper's figure `paper` with the reproduced value `ours`. `paper` is
-    None if the paper has no such figure. `why` gives the reason for a relative difference over FAR, or explains a row
-    that has no figure in the paper. Otherwise, `why` is empty. `claim` is a key of CLAIMS. `given` means that `ours` is
-    an input and is not compared.
-    """
+    """A row of the scoreboard, which compares the paper's value `paper` with the reproduced value `ours`. `paper` is
+    None if the paper does not state the value. `why` gives the reason for a relative difference over FAR, or explains a
+    row that is not compared. For any other row, `why` is empty. `claim` is a key of CLAIMS, or empty if `paper` is
+    None. If `given` is true, `ours` is an input and is not compared."""
 
     figure: str  # e.g. "Figure 13", "Table 4", "Beyond"
     what: str  # e.g. "throughput of TopoOpt over fat tree, Qwen2.5-72B on 1,024 GPUs"
@@ -85,9 +83,9 @@ class Constant(Generic[Value]):
 
 @dataclass(frozen=True, slots=True)
 class ScoreboardPart:
-    """A part of the scoreboard. `make` returns the part's rows. If its argument is true, the run is quick: it has fewer
-    seeds, models or sizes. The attribute `quick` describes this reduction.
-    """
+    """A part of the scoreboard. `make` returns the part's rows. If its argument is true, the run is quick: it uses
+    fewer seeds, models or cluster sizes. The attribute `quick` describes the scope of a quick run. It is empty if a
+    quick run has the full scope."""
 
     id: str
     title: str
@@ -100,14 +98,13 @@ UNKNOWN = "unknown"
 
 def compared(figure: str, what: str, claim: str, ours: float, why: str = UNKNOWN, unit: str = "x") -> ScoreboardRow:
     """Return a row that compares `ours` with a claim of the paper. `why` is omitted from the row if the relative
-    difference is at most FAR. Raises KeyError if the claim is unknown.
-    """
+    difference is at most FAR. Raises KeyError if the claim is unknown."""
     row = ScoreboardRow(figure, what, CLAIMS[claim], ours, unit, why, claim)
     return row if row.is_far else ScoreboardRow(figure, what, CLAIMS[claim], ours, unit, "", claim)
 
 
 def beyond(what: str, ours: float, unit: str = "x", why: str = "", figure: str = "Beyond") -> ScoreboardRow:
-    """Return a row for a value that has no figure in the paper. `why` explains the row."""
+    """Return a row for a value that the paper does not state. `why` explains the row."""
     return ScoreboardRow(figure, what, None, ours, unit, why)
 
 

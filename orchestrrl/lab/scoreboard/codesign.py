@@ -1,6 +1,5 @@
 """Reproduce figures 17 and 18 of the OrchestrRL paper: the gain from the scheduler and the fabric together, and the
-effect of the fabric on a redeployment of engines.
-"""
+effect of the fabric on a redeployment of engines."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -47,8 +46,7 @@ def _case(fewer: int) -> cases.Case:
 
 def _fewer_train(case: cases.Case, found: Mapping[tuple[str, str], cases.SteadyStep]) -> cases.Case:
     """Return the case with fewer training GPUs, so that the ratio of generation time to training time on RFabric equals
-    the ratio in section 2 of the paper. The paper does not state the number of training GPUs at this scale.
-    """
+    the ratio in section 2 of the paper. The paper does not state the number of training GPUs at this scale."""
     ours, unit = found[OURS, "verl_to"], cases.UNITS[MODEL]
     wanted = case.train_gpus * given.GEN_OVER_TRAIN.value * ours.train.seconds / ours.gen.seconds
     return replace(case, train_gpus=min(case.train_gpus, max(unit, round(wanted / unit) * unit)))
@@ -78,8 +76,7 @@ def _why(base: cases.SteadyStep, here: cases.SteadyStep) -> str:
 
 def _lone_rows(case: cases.Case, found: Mapping[tuple[str, str], cases.SteadyStep]) -> Iterator[ScoreboardRow]:
     """Yield the rows for a baseline in which every server has its own ToR, with three uplinks for its eight NICs.
-    `case` determines the number of training GPUs.
-    """
+    `case` determines the number of training GPUs."""
     there = cases.stages_of(case.scenario([BASE]), "lone")
     lone = cases.retrained(found["lone", "verl_to"], there)
     ours = cases.stages_of(case.scenario([OURS]), OURS)

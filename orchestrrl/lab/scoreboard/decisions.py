@@ -42,8 +42,7 @@ Shares = NDArray[np.float64]  # [client or step, bin]
 def mean_errors(clients: Shares, requests: int, seeds: int) -> dict[str, float]:
     """Forecast each step of a series from the steps before it. Return, by name, the mean errors over seeds and scored
     steps. The names are those of the forecast methods, `chosen` (the method that the planner chooses), and the
-    reference values `two_samples` and `truth`.
-    """
+    reference values `two_samples` and `truth`."""
     errors: dict[str, list[float]] = defaultdict(list)
     for seed in range(seeds):
         rng = np.random.default_rng(seed)
@@ -63,8 +62,7 @@ def mean_errors(clients: Shares, requests: int, seeds: int) -> dict[str, float]:
 
 def drifting(clients: Shares, rng: np.random.Generator) -> Shares:
     """Return the mixture of the clients' distributions at each step, as an array indexed by [step, bin]. Each client's
-    weight is log-normal and drifts to its reciprocal.
-    """
+    weight is log-normal and drifts to its reciprocal."""
     along, across = rng.normal(size=(2, len(clients)))
     angle = np.pi * np.arange(STEPS) / (STEPS - 1)
     weights = np.exp(np.outer(np.cos(angle), along) + np.outer(np.sin(angle), across))
@@ -75,8 +73,7 @@ def drifting(clients: Shares, rng: np.random.Generator) -> Shares:
 @cache
 def client_shares() -> tuple[Shares, str]:
     """Return each client's mean distribution of output lengths, indexed by [client, bin], and a description of the
-    distributions' source.
-    """
+    distributions' source."""
     if not HISTOGRAMS.exists():
         return _fitted_shares(), f"{len(FITTED)} fitted clients ({HISTOGRAMS.name} is missing)"
     windows: dict[tuple[int, int], Shares] = defaultdict(lambda: np.zeros(BINS))
@@ -109,8 +106,7 @@ FORECAST_SEEDS, QUICK_SEEDS = 20, 4
 
 def solver(quick: bool) -> Iterator[ScoreboardRow]:
     """Measure the run time of the solver in this process. This is the only figure of the scoreboard that depends on the
-    machine.
-    """
+    machine."""
     measure(GPUS // 16)  # load compiled code
     for gpus in (GPUS,) if quick else (GPUS, 4 * GPUS, 16 * GPUS):
         found = measure(gpus)
@@ -125,8 +121,7 @@ def solver(quick: bool) -> Iterator[ScoreboardRow]:
 
 def forecast(quick: bool) -> Iterator[ScoreboardRow]:
     """Measure the forecast error for both interpretations of the batch size in the paper's section 2.1: a number of
-    answers, and a number of prompts.
-    """
+    answers, and a number of prompts."""
     clients, source = client_shares()
     batch = given.BATCH.value
     answers = {batch: QUICK_SEEDS if quick else FORECAST_SEEDS, batch * given.SAMPLES.value: QUICK_SEEDS}

@@ -1,6 +1,5 @@
 """Reproduce figures 13 to 16 of the OrchestrRL paper: throughput of fabrics, times of stages, network costs, and
-throughput per dollar.
-"""
+throughput per dollar."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -49,8 +48,7 @@ def _throughput_rows(case: cases.Case, found: Mapping[str, cases.SteadyStep]) ->
 def _divided_rows(case: cases.Case, found: Mapping[str, cases.SteadyStep]) -> Iterator[ScoreboardRow]:
     """Yield the rows for several optimiser steps per training step, each with its own exchange of gradients. The paper
     does not state the number of optimiser steps. With a single optimiser step, the exchange of gradients takes little
-    time.
-    """
+    time."""
     updates = max(1, found["fat_tree"].gen.samples // given.STEP_SAMPLES.value)
     scenario = replace(case, updates=updates).scenario()
     here = {kind: cases.retrained(found[kind], cases.stages_of(scenario, kind)) for kind in ("fat_tree", *CLAIMED)}
@@ -70,8 +68,7 @@ def _why(case: cases.Case, first: cases.SteadyStep, other: cases.SteadyStep) -> 
 
 def _parts(first: cases.SteadyStep, other: cases.SteadyStep) -> str:
     """Return a text with the times of each stage on the fat tree (`first`) and on the other fabric. The text includes
-    the parts of training whose times differ between the two fabrics.
-    """
+    the parts of training whose times differ noticeably between the two fabrics."""
     times = [f"training {first.train.seconds:.0f} to {other.train.seconds:.0f} s"]
     for part, then_s in first.train.parts_s.items():
         now_s = other.train.parts_s[part]
@@ -138,8 +135,7 @@ def _lanes(servers: Servers) -> int:
 
 def frontier(quick: bool) -> Iterator[ScoreboardRow]:
     """Compare the fabrics' throughput per dollar at the smallest scale, for both models or, in a quick run, for one
-    model.
-    """
+    model."""
     models = ("qwen2-57b-a14b",) if quick else tuple(MODELS)
     rates = given.LINK_RATES_GBPS.value[1:2] if quick else given.LINK_RATES_GBPS.value
     for model in models:

@@ -1,6 +1,5 @@
 """Reproduce figure 12 of the OrchestrRL paper: the errors of the paper's simulator and of this simulator relative to
-measurements (docs/fidelity.md).
-"""
+measurements (docs/fidelity.md)."""
 
 from collections.abc import Iterator
 

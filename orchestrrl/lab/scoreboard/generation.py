@@ -49,8 +49,7 @@ def on_testbed(
     **more: Any,
 ) -> FabricStages:
     """Return the stages of a job with two steps on the paper's testbed. The second step is measured. `more` contains
-    further fields of Case.
-    """
+    further fields of Case."""
     gpus = MODELS[model]
     prompts = requests // given.SAMPLES.value
     case = Case(model, gpus, gpus, prompts, max_tokens, layouts, steps=2, **more)
@@ -65,7 +64,8 @@ def rates(stages: FabricStages, arms: Sequence[str], seeds: Sequence[int]) -> Ra
 
 
 def gain(found: Sequence[float], base: Sequence[float]) -> float:
-    """Return the ratio of throughput `found` to throughput `base`, as the median over seeds."""
+    """Return the median over seeds of the ratio of two throughputs. `found` and `base` contain one throughput per
+    seed."""
     return median(ours / theirs for ours, theirs in zip(found, base, strict=True))
 
 
@@ -133,8 +133,7 @@ def section_2(prompts: int, max_tokens: int) -> FabricStages:
 
 def worker_skew(stages: FabricStages) -> float:
     """Return the ratio of the latest to the earliest completion time of engines under a static assignment of
-    requests.
-    """
+    requests."""
     ready = stages.ready(SimulatedFailures())
     scenario = ready.scenario(1)
     (kind,) = (EngineKind(each) for each in ready.profile.configurations)
@@ -227,9 +226,9 @@ def case_study(quick: bool) -> list[ScoreboardRow]:
 
 
 def _change(requests: int) -> tuple[list[int], EngineKind, float]:
-    """Return the number of context tokens of each remaining request, the new engine kind, and the time, in seconds, to
-    recompute the requests' KV cache. `requests` is the number of requests of the step.
-    """
+    """Return the number of context tokens of each request that is running at the time of the redeployment, the new
+    engine kind, and the time, in seconds, to recompute the requests' KV cache. `requests` is the number of requests of
+    the step."""
     stages = on_testbed("qwen2.5-14b", given.MAX_TOKENS.value[-1], requests=requests)
     profile = stages.ready(SimulatedFailures()).profile
     kinds = {str(each.id): EngineKind(each) for each in profile.configurations}
@@ -252,9 +251,8 @@ def _left(stages: FabricStages, kind: EngineKind) -> list[int]:
 
 
 def _recompute_s(contexts: Sequence[int], kind: EngineKind, moves: MoveCosts) -> float:
-    """Return the time, in seconds, to recompute the KV cache of all requests. Requests are assigned in descending order
-    of size, each to the least loaded engine.
-    """
+    """Return the time, in seconds, in which engines of the given kind recompute the KV cache of all requests. Requests
+    are assigned in descending order of context length, each to the least loaded engine."""
     tokens, rebuilt = np.array(sorted(contexts, reverse=True), np.float64), moves.rebuilt_tokens()
     seconds = (tokens if rebuilt is None else rebuilt.over(tokens)) / kind.profile.prefill_tokens_per_s
     loads_s = np.zeros(GPUS // kind.gpus)

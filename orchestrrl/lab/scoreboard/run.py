@@ -80,8 +80,7 @@ NOT_HERE: Mapping[str, str] = {
 
 def chosen(wanted: Sequence[str]) -> list[ScoreboardPart]:
     """Return the figures named in `wanted`, or all figures if `wanted` is empty. A number such as `13` selects all
-    parts of that figure. Raises ProblemFaults if a name is unknown.
-    """
+    parts of that figure. Raises ProblemFaults if a name is unknown."""
     known = list(dict.fromkeys(name for figure in FIGURES for name in _names(figure)))
     names = chosen_names(wanted, known, "--figures")
     return [figure for figure in FIGURES if any(name in names for name in _names(figure))]
@@ -132,8 +131,7 @@ def write(folder: Path, made: Made, quick: bool, code: str) -> None:
 
 def read(folder: Path, id: str, quick: bool, code: str) -> Made | None:
     """Read a figure's file in `folder`. Return None if the file does not exist, is invalid, or was written by code with
-    a digest other than `code`.
-    """
+    a digest other than `code`."""
     try:
         document = json.loads(path_of(folder, id, quick).read_text(encoding="utf-8"))
         return _MADE.validate_python(document) if document["code"] == code else None
@@ -162,8 +160,7 @@ def make(
     figures: Sequence[ScoreboardPart], quick: bool, folder: Path, report: Report, *, processes: int | None = None
 ) -> list[Made]:
     """Make those `figures` that are not yet stored in `folder`, and return all figures in the given order. Raises
-    Permanent if a process dies. Figures that are finished by then remain stored.
-    """
+    Permanent if a process dies. Figures that are finished by then remain stored."""
     code = code_digest()
     found = {figure.id: made for figure in figures if (made := read(folder, figure.id, quick, code)) is not None}
     missing = [figure.id for figure in figures if figure.id not in found]

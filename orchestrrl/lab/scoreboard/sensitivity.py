@@ -1,7 +1,6 @@
-"""Reproduce section 7.2.5 (appendix I) of the OrchestrRL paper: the effect of reconfiguration delays, and circuits
-allocated by traffic, compared with circuits spread evenly. Also measure effects that the paper does not measure: mixed
-fleets, weight sync, failures, and the gain from each of OrchestrRL's additions.
-"""
+"""Reproduce section 7.2.5 (appendix I) of the OrchestrRL paper: the effect of reconfiguration delays, and the effect of
+allocating circuits by traffic instead of spreading them evenly. Also measure effects that the paper does not measure:
+mixed fleets, weight sync, failures, and the gain from each of OrchestrRL's additions."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -66,8 +65,7 @@ def _stage_s(stages: FabricStages) -> tuple[float, float]:
 
 def allocation(quick: bool) -> Iterator[ScoreboardRow]:
     """Compare circuits allocated by traffic with circuits spread evenly over all ToR pairs, and with circuits spread
-    evenly over the sending ToR pairs.
-    """
+    evenly over the sending ToR pairs."""
     for model in MODELS:
         for tors, servers_per_tor in TORS.items():
             for kind, times_s in _by_allocation(model, servers_per_tor).items():
@@ -81,8 +79,8 @@ def allocation(quick: bool) -> Iterator[ScoreboardRow]:
 
 
 def _by_allocation(model: str, servers_per_tor: int | None) -> dict[str, list[float]]:
-    """Return the times, in seconds, of each kind of collective that crosses servers. The three times are those with
-    circuits allocated by traffic, spread evenly over the sending ToR pairs, and spread evenly over all ToR pairs.
+    """Return three times, in seconds, for each kind of collective that crosses servers: with circuits allocated by
+    traffic, with circuits spread evenly over the sending ToR pairs, and with circuits spread evenly over all ToR pairs.
     """
     job = _job(model)
     servers = Servers(count=job.layout.gpus // 8, nic_gbps=given.NIC_GBPS.value)
@@ -138,8 +136,7 @@ SYNC_FABRICS = ("fat_tree", "oversubscribed", "rfabric")
 
 def mixed_fleets(quick: bool) -> Iterator[ScoreboardRow]:
     """Compare the makespans that the solver computes for uniform and for mixed fleets if output lengths are known.
-    Makespans include redeployments and moves.
-    """
+    Makespans include redeployments and moves."""
     for gpus in MIXED_GPUS[quick]:
         problem = step(gpus, 1)
         mixed_s = solve(problem).makespan_s
@@ -197,9 +194,8 @@ def additions(quick: bool) -> Iterator[ScoreboardRow]:
 
 
 def failures(quick: bool) -> Iterator[ScoreboardRow]:
-    """Compare the training time when parts of RFabric have failed with the training time without failures (section 5.4
-    of the paper).
-    """
+    """Compare the training time with failed parts of RFabric to the training time without failures (section 5.4 of the
+    paper)."""
     model, gpus = "qwen2-57b-a14b", given.SCALES.value[0]
     scenario = cases.at_scale(model, given.FAILURES_GPUS.value, gpus, MODELS[model]).scenario(["rfabric"])
     stages = cases.stages_of(scenario, "rfabric")

@@ -30,8 +30,7 @@ H800_USD = 27_500.0
 
 def network_cost_usd(inventory: Inventory, nic_gbps: float) -> dict[str, float]:
     """Return the cost of each type of component in US dollars. Raises ValueError if no prices are defined for the link
-    rate `nic_gbps`.
-    """
+    rate `nic_gbps`."""
     if nic_gbps not in PRICES_USD:
         rates = ", ".join(str(rate) for rate in PRICES_USD)
         raise ValueError(f"nic_gbps must be one of {rates}, for which prices exist, got {nic_gbps:g}")

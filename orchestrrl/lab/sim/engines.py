@@ -1,6 +1,5 @@
 """Simulate engines in virtual time. The module also defines the engines' configurations, and the client that
-redeployments and gateways use.
-"""
+redeployments and gateways use."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,8 +19,7 @@ BLOCK_TOKENS = 16
 class EngineKind:
     """An engine configuration in the simulator. `nic_gbps` is the traffic that an engine sends over the NICs of each
     node while it decodes. `most` limits the number of engines in a fleet, in addition to the limit by the number of
-    GPUs.
-    """
+    GPUs."""
 
     profile: EngineProfile
     nic_gbps: float = 0.0
@@ -79,8 +77,7 @@ def _kind(section: EngineConfiguration) -> EngineKind:
 
 def fleet_section(scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind]) -> dict[str, object]:
     """Return the section `fleet` of the daemon's configuration for the engine kinds `kinds`. Configurations that come
-    from a profile are not included.
-    """
+    from a profile are not included."""
     named = (ConfigurationId(configuration.id) for configuration in scenario.engines.configurations)
     written = [name for name in named if name in kinds]  # the others are unusable, see run.usable_kinds
     links = scenario.network
@@ -99,8 +96,7 @@ def fleet_section(scenario: GenerationScenario, kinds: Mapping[ConfigurationId, 
 
 def homogeneous(kind: EngineKind, gpus_count: int, per_node: int) -> dict[EngineId, tuple[GpuId, ...]]:
     """Return the GPUs of each engine of a fleet with as many engines of one kind as fit on `gpus_count` GPUs. An engine
-    is inside one node or occupies whole nodes.
-    """
+    is inside one node of `per_node` GPUs or occupies whole nodes. If neither is possible, return no engines."""
     size, nodes_gpus = kind.gpus, -(-kind.gpus // per_node) * per_node
     if size > per_node and size != nodes_gpus:
         return {}
@@ -166,8 +162,7 @@ RETRY_S = 0.1
 
 class VirtualManaged:
     """A client of the engine at a URL, for redeployments and gateways. `find` returns the engine that was last started
-    at a URL, or None if no engine responds there.
-    """
+    at a URL, or None if no engine responds there."""
 
     def __init__(self, url: str, find: Callable[[str], VirtualEngine | None]) -> None:
         self.url = url

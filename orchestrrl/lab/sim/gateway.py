@@ -78,9 +78,8 @@ Finished = Callable[[CountedRecord], None]
 
 class VirtualGateway:
     """A gateway that serves every request of the simulated fleet. `engine_at` returns the engine at a URL. `arrive`
-    delivers a request's tokens to an engine, or the request's KV cache from another engine, and submits the request.
-    `finished` is called for every completed answer.
-    """
+    submits a request to an engine. Its last argument is the engine that holds the request's KV cache, or None if the
+    request has no KV cache to transfer. `finished` is called for every completed answer."""
 
     def __init__(
         self,
@@ -107,8 +106,7 @@ class VirtualGateway:
 
     def submit(self, requests: Sequence[SimRequest], to: Sequence[EngineId] | None = None) -> None:
         """Accept new requests, and send each request to the engine at the same index of `to`. If `to` is None, route
-        each request separately.
-        """
+        each request separately."""
         now_s = self.clock.now_s()
         for index, request in enumerate(requests):
             record = record_of(request, now_s)
@@ -134,8 +132,7 @@ class VirtualGateway:
 
     def engine_died(self, engine: VirtualEngine) -> None:
         """Resume the requests of a dead engine on other engines, which recompute the KV cache from the requests'
-        tokens.
-        """
+        tokens."""
         backend = self.fleet.get(engine.id)
         if backend is None:
             return

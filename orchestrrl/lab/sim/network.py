@@ -30,9 +30,9 @@ class _Flow:
 
 
 class NodeNetwork:
-    """The NICs of the simulated nodes. If `share` is false, flows do not slow each other down. Runs with and without
-    `share` therefore differ by the cost of sharing. `changed` is called when loads change.
-    """
+    """The NICs of the simulated nodes. If `share` is false, flows do not slow each other down. Two runs, one with
+    `share` and one without, therefore show how much time is lost by sharing the NICs. `changed` is called when loads
+    change."""
 
     def __init__(self, clock: Clock, nic_gbps: float, share: bool, changed: Callable[[], None]) -> None:
         self._clock = clock
@@ -46,8 +46,7 @@ class NodeNetwork:
 
     async def transfer(self, nodes: tuple[Node, ...], wish_gbps: float, gbytes: float, cargo: Cargo = "moves") -> None:
         """Transfer `gbytes` gigabytes through the NICs of `nodes`, at `wish_gbps` or less, and return after they have
-        arrived.
-        """
+        arrived."""
         flow = _Flow(nodes, wish_gbps, gbytes * 8, asyncio.get_running_loop().create_future(), cargo)
         self._settle()
         self._flows.append(flow)
@@ -77,9 +76,8 @@ class NodeNetwork:
         return (wishes + self._engines_gbps.get(node, 0.0)) / self._nic_gbps
 
     def left_for_moves(self) -> LeftForMoves:
-        """Return the fraction of the bandwidth that moves get on the most loaded node, and the names of the other types
-        of traffic on that node.
-        """
+        """Return the fraction of the NICs' bandwidth that remains for moves on the node with the most other traffic,
+        and the names of the types of this other traffic."""
         nodes = {node for flow in self._flows for node in flow.nodes} | set(self._engines_gbps)
         takers = [
             {

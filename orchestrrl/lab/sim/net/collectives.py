@@ -9,8 +9,9 @@ of a call's buffer at one rank, as in NCCL's and torch.distributed's calls:
     reduce_scatter  the output of each rank              bus bandwidth = bytes / s * (n - 1)
     all_to_all      the input of each rank, 1/n per rank bus bandwidth = bytes / s * (n - 1) / n
 
-Bus bandwidth is defined as in the documentation of nccl-tests (doc/PERFORMANCE.md, which counts n times our size for
-all_gather and reduce_scatter). It is the load of the slowest link, independent of the number of ranks.
+Bus bandwidth is defined as in the documentation of nccl-tests (doc/PERFORMANCE.md). For all_gather and reduce_scatter,
+that page uses the size of the whole buffer, which is n times `bytes`. Bus bandwidth is the rate of the slowest link,
+and does not depend on the number of ranks.
 
 Latencies and bandwidths are those of NCCL's own tuning model (github.com/NVIDIA/nccl, v2.28, src/graph/tuning.cc):
 baseLatencies, hwLatencies of NVLink and of the network, the network's overhead per message, and llMaxBws. NCCL's
@@ -39,8 +40,7 @@ Hop = tuple[tuple[int, int], ...]  # from a rank to the next, directly or throug
 @dataclass(frozen=True, slots=True)
 class RankShape:
     """The placement of a group. For each rank, it contains the index of the rank's server relative to the first rank's
-    server, and the index of the rank's NIC in that server.
-    """
+    server, and the index of the rank's NIC in that server."""
 
     server: tuple[int, ...]
     nic: tuple[int, ...]
@@ -63,8 +63,7 @@ class RankShape:
     @property
     def channels(self) -> int:
         """The number of NCCL channels. It is 1 for a group inside one server, because one channel uses the whole NVLink
-        bandwidth.
-        """
+        bandwidth."""
         return 1 if self.servers == 1 else min(len({self.nic[r] for r in each}) for each in self.members().values())
 
     def leaders(self, ranks: list[int]) -> list[int]:
@@ -80,8 +79,8 @@ class Pattern:
     part: Floats  # [flow], fraction of the caller's bytes
 
     def over(self, groups: Ints, size: float) -> GpuFlows:
-        """Return the pattern's flows for every group of `groups`, an array of GPUs indexed by [group, rank]. A flow
-        with part 1 has `size` bytes."""
+        """Return the pattern's flows for every group of `groups`, an array of GPUs indexed by [group, rank]. The number
+        of bytes of each flow is `size` times the flow's `part`."""
         return GpuFlows(
             groups[:, self.src].ravel(), groups[:, self.dst].ravel(), np.tile(self.part * size, len(groups))
         )
@@ -89,8 +88,7 @@ class Pattern:
 
 def shaped(groups: Ints, servers: Servers) -> Iterator[tuple[RankShape, Ints]]:
     """Yield each placement that occurs in `groups`, with the groups that have this placement. Arrays of groups are
-    indexed by [group, rank]. Placements are yielded in the order of their first groups.
-    """
+    indexed by [group, rank]. Placements are yielded in the order of their first groups."""
     server, nic = np.divmod(servers.nic_of(groups), servers.nics_per_server)
     rows = np.concatenate((server - server[:, :1], nic), axis=1)
     _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)
@@ -124,8 +122,7 @@ def _across(order: list[int], following: list[int]) -> Hop:
 @lru_cache(maxsize=512)
 def ring(shape: RankShape) -> Pattern:
     """Return the pattern of one lap of a whole message around the ring. The message is split evenly over the
-    channels.
-    """
+    channels."""
     channels, parts = rings(shape), dict[tuple[int, int], float]()
     for pair in (pair for hops in channels for hop in hops for pair in hop):
         parts[pair] = parts.get(pair, 0.0) + 1 / len(channels)
@@ -135,10 +132,9 @@ def ring(shape: RankShape) -> Pattern:
 
 @lru_cache(maxsize=64)
 def pairs(shape: RankShape) -> Pattern:
-    """Return the pattern of flows from every rank to every other rank, each with part 1. A flow to another server uses
-    the receiver's rail. If the group has a GPU on this rail in the sender's server, the flow first goes to that GPU
-    (PXN).
-    """
+    """Return the pattern of flows from every rank to every other rank, in which the part of each flow is 1. A flow to
+    another server uses the receiver's rail. If the group has a GPU on this rail in the sender's server, the flow first
+    goes to that GPU (PXN)."""
     server, nic = np.unique(shape.server, return_inverse=True)[1], np.array(shape.nic)
     beside = np.full((server.max() + 1, nic.max() + 1), -1)
     beside[server[::-1], nic[::-1]] = np.arange(shape.ranks - 1, -1, -1)
@@ -165,8 +161,7 @@ class Protocol(StrEnum):
 class Latency:
     """The latencies of a ring in seconds: `base_s` for the call, `nvlink_s` for a step inside a server, and `net_s` for
     a network step. `alone_s` replaces `net_s` in a group with one GPU per server, where no step inside a server hides
-    the network step. NCCL uses a tree's latency for this case.
-    """
+    the network step. NCCL uses a tree's latency for this case."""
 
     base_s: float
     nvlink_s: float
@@ -188,8 +183,7 @@ RING_PLATEAU = 1.4  # factor on the latency of an all-reduce over servers with S
 @dataclass(frozen=True, slots=True)
 class RingChoice:
     """A ring with one protocol. `laps` is the number of times that the data circulates: 2 for an all-reduce, and 1 for
-    other collectives.
-    """
+    other collectives."""
 
     shape: RankShape
     protocol: Protocol
@@ -229,8 +223,7 @@ def best(shape: RankShape, size: float, laps: int, servers: Servers) -> RingChoi
 
 def p2p_overhead_s(across: bool) -> float:
     """Return the overhead, in seconds, of one group call of sends and receives. `across` is true if messages are sent
-    between servers.
-    """
+    between servers."""
     latency = LATENCIES[Protocol.SIMPLE]
     return latency.base_s + (_host_s(latency.net_s, Protocol.SIMPLE) if across else latency.nvlink_s)
 
@@ -256,8 +249,7 @@ reduce_scatter = all_gather  # the same traffic in the opposite direction
 def _around(groups: Groups, whole_bytes: Callable[[int], float], laps: int, servers: Servers) -> MessageTransfer:
     """Return the transfer of a pipelined ring collective. `whole_bytes` maps a group's number of ranks to the size of
     the group's message in bytes. Groups with different placements are treated as one transfer, which has the latency of
-    the slowest group.
-    """
+    the slowest group."""
     flows, rounds, overhead_s = [], 0, 0.0
     for shape, alike in _several(groups, servers):
         size = whole_bytes(shape.ranks)
@@ -270,8 +262,7 @@ def _around(groups: Groups, whole_bytes: Callable[[int], float], laps: int, serv
 
 def all_to_all(groups: Groups, bytes: float, servers: Servers) -> MessageTransfer:
     """Return the flows of an all-to-all. A message to another server first goes over NVLink to the receiver's rail
-    (PXN, NCCL's default since 2.12).
-    """
+    (PXN, NCCL's default since 2.12)."""
     found = list(_several(groups, servers))
     flows = [pairs(shape).over(alike, bytes / shape.ranks) for shape, alike in found]
     across = any(shape.servers > 1 for shape, _ in found)
@@ -280,8 +271,7 @@ def all_to_all(groups: Groups, bytes: float, servers: Servers) -> MessageTransfe
 
 def p2p(groups: Groups, bytes: float, servers: Servers) -> MessageTransfer:
     """Return the flows of one message from each group's first rank to its second rank. Raises ValueError if the groups
-    do not have two ranks.
-    """
+    do not have two ranks."""
     each = np.atleast_2d(np.asarray(groups, np.int64))
     if each.shape[1] != 2:
         raise ValueError(f"p2p needs groups of 2 ranks, got groups of {each.shape[1]}")
@@ -293,8 +283,7 @@ def m2n(
     senders: Sequence[int] | Ints, receivers: Sequence[int] | Ints, bytes: float | Floats, servers: Servers
 ) -> MessageTransfer:
     """Return the flows of messages from each sender to each receiver, such as those from attention to experts on other
-    GPUs and back (AFD). `bytes` is the size of each message: one number, or an array indexed by [sender, receiver].
-    """
+    GPUs and back (AFD). `bytes` is the size of each message: one number, or an array indexed by [sender, receiver]."""
     src, dst = np.asarray(senders, np.int64), np.asarray(receivers, np.int64)
     size = np.broadcast_to(np.asarray(bytes, np.float64), (len(src), len(dst)))
     return _sent(GpuFlows(np.repeat(src, len(dst)), np.tile(dst, len(src)), size.ravel().copy()), servers)
@@ -306,6 +295,7 @@ def _sent(flows: GpuFlows, servers: Servers) -> MessageTransfer:
 
 
 def _several(groups: Groups, servers: Servers) -> Iterator[tuple[RankShape, Ints]]:
-    """Yield placements and groups as `shaped` does, or nothing for groups of one rank, which do not communicate."""
+    """Yield placements and groups as `shaped` does. Yield nothing for groups of one rank, because they do not
+    communicate."""
     each = np.atleast_2d(np.asarray(groups, np.int64))
     return shaped(each, servers) if each.shape[0] and each.shape[1] > 1 else iter(())

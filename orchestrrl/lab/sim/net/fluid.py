@@ -19,8 +19,7 @@ from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, Ints, Lin
 @dataclass(frozen=True, slots=True)
 class FlowProblem:
     """A max-min fairness problem in compressed rows. The entries of row r are `begin[r]` to `begin[r + 1] - 1`. Each
-    byte/s of the row's rate puts `load` bytes/s on the link of each entry.
-    """
+    byte/s of the row's rate puts `load` bytes/s on the link of each entry."""
 
     capacity: Floats  # [link], bytes/s
     begin: Ints  # [row + 1]
@@ -57,8 +56,7 @@ class FlowProblem:
 
 def rates(network: LinkNetwork, flows: GpuFlows, *, cap: Floats | None = None) -> Floats:
     """Return the rate of each flow in bytes/s if all flows run at once. The rate is 0 for a flow over a link without
-    capacity, and inf for a flow over no link. `cap` is the maximum rate of each flow in bytes/s.
-    """
+    capacity, and inf for a flow over no link. `cap` is the maximum rate of each flow in bytes/s."""
     return FlowProblem.of(network, network.routes(flows), cap).levels
 
 
@@ -66,8 +64,7 @@ def rates(network: LinkNetwork, flows: GpuFlows, *, cap: Floats | None = None) -
 def filled(capacity: Floats, begin: Ints, link: Ints, load: Floats, rows: Ints) -> Floats:
     """Return the max-min fair rate of each of `rows`, as if the problem had no other rows. A heap yields the link that
     fills first. The level of a link only rises as the rates of rows are fixed, so that a stale entry is pushed back
-    with its new level.
-    """
+    with its new level."""
     links = len(capacity)
     count, weight = np.zeros(links + 1, np.int64), np.zeros(links)
     for r in rows:
@@ -108,8 +105,7 @@ def filled(capacity: Floats, begin: Ints, link: Ints, load: Floats, rows: Ints) 
 @njit(cache=True)
 def _exact(capacity: float, start: int, end: int, row_of: Ints, load_of: Floats, level: Floats) -> float:
     """Return the level at which a link is full. The level is computed anew from all rows of the link, because the
-    running difference has lost precision.
-    """
+    running difference has lost precision."""
     used, weight = 0.0, 0.0
     for k in range(start, end):
         if level[row_of[k]] == np.inf:
@@ -128,8 +124,7 @@ def finish_s(
     """Return the end time of each flow in seconds if all flows start at 0. The end time is inf for a flow over a link
     without capacity. Finished flows release their bandwidth. Flows whose end times differ by at most the fraction
     `tolerance` are ended in one step, so that a link falls behind by at most that fraction of its bytes. `routes` are
-    the flows' routes, if they are already computed.
-    """
+    the flows' routes, if they are already computed."""
     problem = FlowProblem.of(network, network.routes(flows) if routes is None else routes)
     return _finish(problem, flows.bytes, np.zeros(len(flows)), tolerance)[0]
 
@@ -140,8 +135,7 @@ def finish_beside(
     """Return the end times of `flows` as `finish_s` does, and the delay of each steady flow in seconds. The `steady`
     flows, which never end, use at most `steady.bytes` bytes/s each. The delay is the number of bytes that the steady
     flow lost to `flows`, divided by its rate without `flows`. A steady flow may gain bytes for a while if its
-    competitors are slowed on other links. Only the net loss at the end counts, and the delay is at least 0.
-    """
+    competitors are slowed on other links. Only the net loss at the end counts, and the delay is at least 0."""
     count = len(flows)
     size = np.concatenate((flows.bytes, np.full(len(steady), np.inf)))
     cap = np.concatenate((np.full(count, np.inf), steady.bytes))
@@ -163,8 +157,7 @@ def _joined(first: FlowRoutes, then: FlowRoutes) -> FlowRoutes:
 
 def _finish(problem: FlowProblem, size: Floats, alone: Floats, tolerance: float) -> tuple[Floats, Floats]:
     """Return two arrays indexed by row: the end time in seconds, and the deficit in bytes when the last row ends,
-    compared with a transfer at the row's rate `alone` (bytes/s). Rows without a link take no time.
-    """
+    compared with a transfer at the row's rate `alone` (bytes/s). Rows without a link take no time."""
     left = np.where(np.diff(problem.begin) > 0, size, 0.0)
     return _drained(problem.capacity, problem.begin, problem.link, problem.load, left, alone, tolerance)
 
@@ -196,8 +189,7 @@ def _drained(
 def seconds(network: LinkNetwork, transfer: MessageTransfer) -> float:
     """Return the duration, in seconds, of a transfer that runs alone: the time until its last flow ends, plus the
     latency of its rounds. A single round has the latency of the slowest flow. Several rounds pass over every flow
-    between servers, one flow after another, so that each round has the mean latency of these flows.
-    """
+    between servers, one flow after another, so that each round has the mean latency of these flows."""
     flows = transfer.flows
     if not len(flows):
         return transfer.overhead_s
@@ -214,8 +206,7 @@ TierBytes = Mapping[str, float]  # by a LinkTier's value
 
 def tier_bytes(network: LinkNetwork, flows: GpuFlows, routes: FlowRoutes | None = None) -> TierBytes:
     """Return the number of bytes over the links of each tier. A flow through a switch counts twice: on the link up to
-    the switch and on the link down from it. `routes` are the flows' routes, if they are already computed.
-    """
+    the switch and on the link down from it. `routes` are the flows' routes, if they are already computed."""
     routes = network.routes(flows) if routes is None else routes
     of_entry = np.repeat(flows.bytes, np.diff(routes.begin)) * routes.share
     by_link = np.bincount(routes.link, of_entry, len(network.tier))

@@ -143,9 +143,8 @@ class GpuFlows:
 @dataclass(frozen=True, slots=True, eq=False)  # == of arrays has no single truth value
 class FlowRoutes:
     """The links of each flow in compressed rows. Row f consists of the entries `begin[f]` to `begin[f + 1] - 1`.
-    `share` is the fraction of the flow's bytes that pass the link: less than 1 if the flow is spread over several
-    paths, more than 1 if a path crosses the link twice.
-    """
+    `share` is the fraction of the flow's bytes that cross the link. It is less than 1 if the flow is spread over
+    several paths, and more than 1 if a path crosses the link twice."""
 
     begin: Ints  # [flow + 1]
     link: Ints  # [entry]
@@ -155,8 +154,7 @@ class FlowRoutes:
 
 class FlowRouter(Protocol):
     """A function that returns the routes of flows. It has no side effects, and the same flows always take the same
-    routes.
-    """
+    routes."""
 
     def __call__(self, src: Ints, dst: Ints) -> FlowRoutes:
         """Return the routes of flows between different GPUs. Raises ValueError if a flow has no path."""

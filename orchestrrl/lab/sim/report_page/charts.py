@@ -1,4 +1,4 @@
-"""Draw the charts of a report. A chart is a figure that shows several groups of runs. A function returns None if there
+"""Draw the charts of a report. Most charts show several groups of runs in one figure. A function returns None if there
 is no data for its chart."""
 
 from collections.abc import Mapping, Sequence
@@ -30,9 +30,8 @@ PER_PARTS = 24  # maximum groups per chart whose colours do not denote groups
 
 
 def time_line(run: RlRun, until_s: float) -> "Figure | None":
-    """Draw the activities of each part of the cluster over time. The time axis ends at `until_s`, or earlier if the
-    time line is truncated.
-    """
+    """Draw the activities of each part of the cluster over time. The time axis ends at `until_s`, or earlier if the run
+    has too many activities to draw them all."""
     spans = sorted(run.spans, key=lambda span: (span.begin_s, span.lane, span.step))[:MOST_SPANS]
     if not spans:
         return None
@@ -77,8 +76,7 @@ def stage_s(run: RlRun, stage: str) -> float | None:
 
 def tier_gbps(run: RlRun) -> dict[tuple[str, str], float]:
     """Return the mean bandwidth, in Gbps, of each stage on each tier, by (stage, tier). It is the amount of data that
-    the stage sends over all links of the tier, divided by the stage's duration.
-    """
+    the stage sends over all links of the tier, divided by the stage's duration."""
     found = {}
     for stage, tiers in run.tier_bytes.items():
         seconds = stage_s(run, DURING.get(stage, stage))
@@ -188,8 +186,7 @@ def pareto(groups: Sequence[ArmGroup]) -> "Figure | None":
 
 def parts(parts_s: Sequence[Mapping[str, float]], groups: Sequence[ArmGroup]) -> "Figure | None":
     """Draw one stacked bar for each group, with one colour per part, and the sum at the end of the bar. `parts_s`
-    contains the time, in seconds, of each part of each group.
-    """
+    contains the time, in seconds, of each part of each group."""
     shown = list(dict.fromkeys(name for each in parts_s for name, seconds in each.items() if seconds > 0))
     if not shown:
         return None

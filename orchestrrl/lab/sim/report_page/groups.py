@@ -1,6 +1,5 @@
 """Group results for a report: merge seeds, label scenarios that have equal names, and define display names. The
-functions have no side effects.
-"""
+functions have no side effects."""
 
 import json
 import re
@@ -23,8 +22,7 @@ def scenario_names(scenarios: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Return the display name of each scenario, by digest. Scenarios that differ only in seeds, arms and the selection
     of fabrics get the same display name, so that results of several runs are merged. Other scenarios with the same name
     are distinguished by the values that differ, or by the beginning of their digests if these values are too long or
-    equal. A name common to all scenarios is omitted.
-    """
+    equal. A name common to all scenarios is omitted."""
     documents = {digest_of(scenario): scenario for scenario in scenarios}
     distinct = {digest: _distinguishing(each, _clashing(documents.values())) for digest, each in documents.items()}
     by_name: dict[str, dict[str, Mapping[str, Any]]] = {}
@@ -88,8 +86,7 @@ def _distinguished(scenarios: Mapping[str, Mapping[str, Any]]) -> dict[str, str]
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
     """Yield the path and the value of each leaf of a document, both as text. `path` is the path of the document itself.
-    A list of numbers or texts is one leaf.
-    """
+    A list of numbers or texts is one leaf."""
     if isinstance(value, Mapping):
         for name, each in value.items():
             yield from _leaves(each, f"{path}.{name}".lstrip("."))
@@ -172,8 +169,7 @@ _ALIKE = re.compile(r"^\d+ x (\S+)$")
 @dataclass(frozen=True, slots=True)
 class ArmGroup:
     """The results of one arm on one fabric in one scenario. Charts show the first seed. Throughput and cost are medians
-    over seeds.
-    """
+    over seeds."""
 
     scenario: str  # display name, unique in the report
     fabric: str
@@ -189,8 +185,7 @@ class ArmGroup:
     @property
     def family(self) -> str:
         """The scenario's own name. Groups with the same name, such as the points of a sweep, are compared with each
-        other.
-        """
+        other."""
         return str(self.first.scenario.get("name") or "scenario")
 
     @property
@@ -221,9 +216,8 @@ class ArmGroup:
 
     @property
     def gen_phases_s(self) -> dict[str, float]:
-        """The time, in seconds, of each fleet in the last generation step of the first seed. A uniform fleet is named
-        by its configuration, without the number of engines.
-        """
+        """The time, in seconds, for which each fleet runs in the last generation step of the first seed. A uniform
+        fleet is named by its configuration, without the number of engines."""
         found: dict[str, float] = {}
         for name, seconds in self.first.gen_phases_s.items():
             kind = _ALIKE.sub(r"\1", name)
@@ -238,8 +232,7 @@ class ArmGroup:
 
     def mean_step_s(self) -> dict[str, float]:
         """Return the time, in seconds, that each activity takes in a step. It is the median over seeds of the mean over
-        the steps after the warm-up.
-        """
+        the steps after the warm-up."""
         loop = self.first.scenario.get("loop")
         warmup_steps = int(loop.get("warmup_steps", 0)) if isinstance(loop, Mapping) else 0
         measured = [result.run.steps[warmup_steps:] for result in self.results]
@@ -253,8 +246,7 @@ class ArmGroup:
 def groups_of(results: Sequence[ClusterResult]) -> tuple[ArmGroup, ...]:
     """Group results by scenario, fabric and arm. Groups are ordered by scenario name, with numbers compared by value,
     and within a scenario in the order in which they first appear. The results of a group are ordered by seed. If a seed
-    occurs more than once, its first result is used.
-    """
+    occurs more than once, its first result is used."""
     names = scenario_names([result.scenario for result in results])
     found: dict[tuple[str, str, str], dict[int, ClusterResult]] = {}
     for result in results:
@@ -271,8 +263,7 @@ def groups_of(results: Sequence[ClusterResult]) -> tuple[ArmGroup, ...]:
 def frontier(groups: Sequence[ArmGroup]) -> tuple[bool, ...]:
     """Return whether each group is on the Pareto frontier. A group is on the frontier if no other group is at least as
     good in both throughput and network cost, and better in one of them. Groups without a price are never on the
-    frontier.
-    """
+    frontier."""
     priced = [group for group in groups if group.network_usd > 0]
     best = iter(pareto([(group.network_usd, group.samples_per_s) for group in priced]))
     return tuple(group.network_usd > 0 and next(best) for group in groups)

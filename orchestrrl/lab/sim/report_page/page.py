@@ -54,8 +54,7 @@ Row = Mapping[str, Cell]  # by column; the column of row names has the empty nam
 
 def table(rows: Sequence[Row], best: Sequence[bool] = ()) -> str:
     """Return an HTML table. The first column names the rows. Rows for which `best` is true are marked. Empty columns
-    are omitted.
-    """
+    are omitted."""
     if not rows:
         return ""
     columns = [name for name in rows[0] if not name or any(row[name] is not None for row in rows)]
@@ -85,8 +84,7 @@ def _cell(value: Cell) -> str:
 
 def summary(groups: Sequence[ArmGroup]) -> str:
     """Return the table of throughput and network cost. Throughput is also shown relative to the first group with the
-    same scenario name.
-    """
+    same scenario name."""
     first: dict[str, float] = {}
     sizes = Counter(group.family for group in groups)
     rows: list[Row] = []
@@ -135,8 +133,7 @@ def stages(groups: Sequence[ArmGroup]) -> str:
 
 def steps(groups: Sequence[ArmGroup]) -> str:
     """Return the table of the mean time, in seconds, that each activity takes in a step. Activities that take no time
-    in any group are omitted.
-    """
+    in any group are omitted."""
     means = [group.mean_step_s() for group in groups]
     names = sorted(
         {name for each in means for name, seconds in each.items() if seconds > 0},
@@ -168,8 +165,7 @@ def tier_rates(groups: Sequence[ArmGroup]) -> str:
 
 def slack(groups: Sequence[ArmGroup]) -> str:
     """Return the table of the slack windows of an optimiser step, with their number and the quantiles of their lengths
-    in milliseconds. The stored windows are a sample of all windows.
-    """
+    in milliseconds. Only the stored windows are counted, which are a sample of all windows."""
     rows: list[Row] = []
     for group in groups:
         if lengths_ms := [window.length_s * 1e3 for window in group.first.run.windows]:
@@ -180,8 +176,7 @@ def slack(groups: Sequence[ArmGroup]) -> str:
 
 def staleness(groups: Sequence[ArmGroup]) -> str:
     """Return the table of staleness. It shows the fraction of samples for each lag, which is the number of versions
-    that the samples are behind when they are trained on.
-    """
+    that the samples are behind when they are trained on."""
     lags = sorted({lag for group in groups for lag in group.first.run.staleness})
     rows: list[Row] = []
     for group in groups:
@@ -233,8 +228,7 @@ PARTS: tuple[tuple[str, str, Callable[[ArmGroup], Mapping[str, float]]], ...] = 
 
 def write(results: Iterable[ClusterResult], path: Path, *, command: str = "") -> None:
     """Write the page to `path`. `command` is the command line that reproduces the page. Raises ProblemFaults if there
-    are no results, or if the file cannot be written.
-    """
+    are no results, or if the file cannot be written."""
     text = page(list(results), command=command)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -245,8 +239,7 @@ def write(results: Iterable[ClusterResult], path: Path, *, command: str = "") ->
 
 def page(results: Sequence[ClusterResult], *, command: str = "") -> str:
     """Return the page as HTML. `command` is the command line that reproduces the page. Raises ProblemFaults if there
-    are no results.
-    """
+    are no results."""
     if not results:
         raise ProblemFaults(["results: must not be empty"])
     groups = groups_of(results)
@@ -313,8 +306,7 @@ def _stages(groups: Sequence[ArmGroup]) -> str:
 
 def _pictures(title: str, groups: Sequence[ArmGroup], draw: "Callable[[Sequence[ArmGroup]], Figure | None]") -> str:
     """Return charts for the groups of each scenario name. A chart contains at most as many groups as can be
-    distinguished.
-    """
+    distinguished."""
     return "".join(_figure(title, draw(some)) for some in _cut(groups))
 
 

@@ -30,10 +30,9 @@ Numbers = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)
 
 
 class ClusterFaultSection(ScenarioSection):
-    """A failure of components at one time of the run. `of` contains the numbers of NICs, ToRs, PoDs or servers, or of
-    engines in the order of their GPUs. A failed link or port is given as a fraction of one ToR's uplinks. A failed
-    switch is given as a fraction of the uplinks of all ToRs, or of all PoDs, that it connects.
-    """
+    """A failure of components that begins at `at_s`. `of` contains the indices of the failed NICs, ToRs, PoDs, servers
+    or engines. Engines are in the order of their GPUs. A failed link or port is given as a fraction of one ToR's
+    uplinks. A failed switch is given as a fraction of the uplinks of all ToRs, or of all PoDs, that it connects."""
 
     at_s: NotNegative
     fail: FaultyPart
@@ -64,8 +63,7 @@ class ClusterFaultSchedule:
 
     def network(self, now_s: float) -> SimulatedFailures:
         """Return the fabric's failures at the time `now_s`. Failed servers are not included, because they are replaced
-        or unused.
-        """
+        or unused."""
         nics = {nic for fault in self.holding(now_s, FaultyPart.NIC) for nic in fault.of}
         return SimulatedFailures(
             nics=frozenset(nics),
@@ -80,8 +78,7 @@ class ClusterFaultSchedule:
 
     def pieces(self, begin_s: float) -> Iterator[tuple[float, float]]:
         """Yield the intervals (from, until) in which the failures do not change, from `begin_s` on. The last interval
-        ends at infinity.
-        """
+        ends at infinity."""
         return pairwise([begin_s, *(change_s for change_s in self.changes_s() if change_s > begin_s), math.inf])
 
 
@@ -101,8 +98,7 @@ class NeverEnds(ValueError):
 def stretched_s(schedule: ClusterFaultSchedule, begin_s: float, seconds: Callable[[float], float]) -> float:
     """Return the duration, in seconds, of work that begins at `begin_s` and is slowed down by faults. `seconds(now_s)`
     is the duration of the whole work under the faults at the time `now_s`, or inf if these faults prevent progress.
-    Completed work is kept. Raises NeverEnds if permanent faults prevent progress.
-    """
+    Completed work is kept. Raises NeverEnds if permanent faults prevent progress."""
     left = 1.0
     for from_s, until_s in schedule.pieces(begin_s):
         whole_s = seconds(from_s)
@@ -119,8 +115,7 @@ def with_lost_work_s(
     schedule: ClusterFaultSchedule, begin_s: float, seconds: Callable[[float], float], servers: range, recovery_s: float
 ) -> float:
     """Return the duration of an iteration as `stretched_s` does, including the work that is lost when a server fails.
-    If one of `servers` fails, a replacement server begins the iteration again `recovery_s` seconds later.
-    """
+    If one of `servers` fails, a replacement server begins the iteration again `recovery_s` seconds later."""
     start_s = begin_s
     lost = sorted(
         fault.at_s

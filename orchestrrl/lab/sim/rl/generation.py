@@ -1,9 +1,10 @@
-"""Simulate generation steps on a fabric: engine profiles for the network's bandwidth, then the scheduling of an arm.
+"""Simulate generation steps on a fabric: predict engine profiles from the network's bandwidth, then run the scheduling
+of an arm.
 
 Arms are those of `sim gen` (docs/simulator.md). Static arms run as in `sim gen`. OrchestrRL's arms use the real planner
 and balancer in a fast loop (generation_fast.py), and the KV of replaced engines is sent over the fabric. The steps of
-an arm depend on each other: the forecast learns from each step, and each step begins with the engines of the previous
-step.
+an arm depend on each other: the forecast is updated after each step, and each step begins with the engines of the
+previous step.
 
 A step may also replace its engines once, at a given point, as in figure 18 of the OrchestrRL paper. When a given
 fraction of requests remains, the instances of one configuration are replaced by those of another. Parameters are loaded
@@ -84,8 +85,8 @@ class EnginesOnFabric:
         return {name: replace(kind, most=len(self.fleets[name])) for name, kind in usable_kinds(scenario).items()}
 
     def sent(self, tokens: Mapping[ConfigurationId, float]) -> TierBytes:
-        """Return the number of bytes by tier that engines exchange to process `tokens`, which contains the number of
-        tokens that the engines of each configuration generate and prefill."""
+        """Return the number of bytes, by tier, that engines exchange while they process `tokens`. `tokens` contains,
+        for each configuration, the number of tokens that its engines generate and prefill."""
         servers = self.fabric.servers
         for name in tokens:
             if name not in self._token_bytes:
@@ -224,9 +225,9 @@ def _ended_s(engine: Scheduler, until_s: float) -> list[float]:
 
 
 def _dealt(left: Sequence[LeftRequest], before: UniformFleet, after: UniformFleet) -> list[int]:
-    """Return the new instance of each request, as a list indexed by request. Requests are assigned in descending size.
-    Each request goes to the least loaded instance among those that use its current GPUs. If no instance uses these
-    GPUs, all instances are considered."""
+    """Return the new instance of each request, as a list indexed by request. Requests are assigned in descending order
+    of size. Each request goes to the least loaded instance among those that use its current GPUs. If no instance uses
+    these GPUs, all instances are considered."""
     near = [np.flatnonzero(np.isin(after.gpus, gpus).any(axis=1)).tolist() for gpus in before.gpus]
     loads, targets = [0] * len(after), [0] * len(left)
     for number in sorted(range(len(left)), key=lambda number: (-left[number][0].context_tokens, left[number][0].id)):

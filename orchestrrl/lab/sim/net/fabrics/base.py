@@ -27,8 +27,7 @@ class FabricStage(StrEnum):
 class Period:
     """A communication period, in which the traffic pattern is stable (section 5.2 of the OrchestrRL paper). Examples
     are forward and backward passes, the exchange of gradients, generation between two redeployments, and a weight
-    broadcast. Each `id` belongs to exactly one demand.
-    """
+    broadcast. Each `id` belongs to exactly one demand."""
 
     id: str
     stage: FabricStage = field(compare=False)
@@ -60,10 +59,9 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True, eq=False)  # == of arrays has no single truth value
 class Pods:
-    """The assignment of servers to PoDs. `apart` means that bandwidth between PoDs is lower than inside a PoD, so that
-    GPUs that exchange much data should share a PoD. Otherwise, paths between PoDs have more hops but the same
-    bandwidth.
-    """
+    """The assignment of servers to PoDs. If `apart` is true, bandwidth between PoDs is lower than inside a PoD, so that
+    GPUs that exchange much data should share a PoD. If it is false, paths between PoDs have more hops than paths inside
+    a PoD, but the same bandwidth."""
 
     of: Ints  # [server], numbered from 0
     apart: bool
@@ -137,8 +135,7 @@ class SimulatedFabric(ABC):
 
     def without(self: Built, failed: SimulatedFailures) -> Built:
         """Return the fabric with additional failures. If a bundle of links fails twice, the larger of the two fractions
-        is lost.
-        """
+        is lost."""
         one, other = self.failed, failed
         both = SimulatedFailures(
             one.nics | other.nics,

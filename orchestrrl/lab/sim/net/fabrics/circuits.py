@@ -26,8 +26,7 @@ Device = Annotated[str, one_of(DEVICES)]  # an optical switch
 
 class DirectedLinks(NamedTuple):
     """Directed links between nodes, sorted by their tail. The links that leave node n are the entries `begin[n]` to
-    `begin[n + 1] - 1`.
-    """
+    `begin[n + 1] - 1`."""
 
     begin: Ints
     head: Ints  # [edge]
@@ -53,8 +52,7 @@ class DirectedLinks(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class PairPaths:
     """The shortest paths of node pairs in compressed rows. Each entry contains an edge, and the fraction of the pair's
-    traffic on that edge. `hops` is the number of edges on a path of the pair, or 0 if the pair has no path.
-    """
+    traffic on that edge. `hops` is the number of edges on a path of the pair, or 0 if the pair has no path."""
 
     begin: Ints  # [pair + 1]
     edge: Ints
@@ -63,16 +61,14 @@ class PairPaths:
 
     def rows(self, pairs: Ints) -> tuple[Ints, Ints, Floats]:
         """Return three arrays with one entry for each edge of each pair in `pairs`: the index into `pairs`, the edge,
-        and the fraction of the pair's traffic on the edge.
-        """
+        and the fraction of the pair's traffic on the edge."""
         owner, entry = expand(self.begin, pairs)
         return owner, self.edge[entry], self.share[entry]
 
 
 def ways(edges: DirectedLinks, source: Ints, target: Ints) -> PairPaths:
     """Return all shortest paths of each node pair. `source` and `target` are the nodes of each pair, which must
-    differ.
-    """
+    differ."""
     order = np.argsort(target, kind="stable")
     back = edges.reversed()
     counts, edge, share, hops = _ways(edges, back, source[order], target[order])
@@ -86,8 +82,7 @@ def ways(edges: DirectedLinks, source: Ints, target: Ints) -> PairPaths:
 
 def distances(edges: DirectedLinks) -> Ints:
     """Return the number of hops between any two nodes, as an array indexed by [from, to]. The number is NO_WAY if there
-    is no path.
-    """
+    is no path."""
     nodes = len(edges.begin) - 1
     graph = coo_array((np.ones(len(edges.head)), (edges.tail, edges.head)), (nodes, nodes)).tocsr()
     hops = shortest_path(graph, unweighted=True)
@@ -98,8 +93,7 @@ def distances(edges: DirectedLinks) -> Ints:
 def _ways(links: DirectedLinks, back: DirectedLinks, source: Ints, target: Ints) -> tuple[Ints, Ints, Floats, Ints]:
     """Return the paths of node pairs as four arrays: the number of edges of each pair, all edges, their shares of
     traffic, and the number of hops of each pair. The pairs must be sorted by target, so that the distances to a target
-    are computed once.
-    """
+    are computed once."""
     nodes, pairs, found = len(links.begin) - 1, len(source), 0
     counts, hops = np.zeros(pairs, np.int64), np.zeros(pairs, np.int64)
     distance, onward, queue = np.empty(nodes, np.int64), np.zeros(nodes), np.empty(nodes, np.int64)
@@ -136,8 +130,7 @@ def _flood(
 ) -> int:
     """Spread one unit of traffic over all shortest paths from `source`. Nodes are visited breadth first, so that a node
     forwards traffic only after all of its traffic has arrived. `distance` and `onward` are the results of `_lead_to`.
-    `mass` is zero before and after the call. Return the number of edges written to `edges` and `shares`.
-    """
+    `mass` is zero before and after the call. Return the number of edges written to `edges` and `shares`."""
     mass[source] = 1.0
     queue[0], first, end, found = source, 0, 1, 0
     while first < end:
@@ -164,8 +157,7 @@ def _lead_to(
     target: int, links: DirectedLinks, back: DirectedLinks, distance: Ints, onward: Floats, order: Ints
 ) -> None:
     """Compute `distance`, the number of hops from each node to the target, and `onward`, the width of the shortest
-    paths from each node to the target. `distance` is -1 for a node without a path.
-    """
+    paths from each node to the target. `distance` is -1 for a node without a path."""
     distance[:] = -1
     distance[target], onward[target] = 0, np.inf
     order[0], first, end = target, 0, 1
@@ -200,9 +192,9 @@ class CircuitLinks:
         light_s: Floats,
         first_node: int,
     ) -> "CircuitLinks":
-        """Add circuits between nodes to `wiring`. The arrays are indexed by [from, to], and `first_node` is the number
-        of the first node. All circuits from one node to another form one link.
-        """
+        """Add circuits between nodes to `wiring`. `bytes_per_s`, `tiers` and the propagation times `light_s` are
+        indexed by [from, to]. `first_node` is the number of the first node. All circuits from one node to another form
+        one link."""
         edges = DirectedLinks.of(bytes_per_s)
         tail, head = edges.tail, edges.head
         first = wiring.lay_each(
@@ -212,18 +204,16 @@ class CircuitLinks:
 
     @classmethod
     def between_servers(cls, wiring: Wiring, joins: Ints, servers: Servers) -> "CircuitLinks":
-        """Add circuits between servers to `wiring`. `joins` is the number of NICs that connect one server to another,
-        indexed by [from, to].
-        """
+        """Add circuits between servers to `wiring`. `joins` contains the number of circuits from one server to another,
+        as an array indexed by [from, to]. Each circuit uses one NIC of each server."""
         width = np.asarray(joins * servers.nic_bytes_per_s, np.float64)
         light_s = np.full(joins.shape, 2 * servers.propagation_s)
         return cls.lay(wiring, width, np.full(joins.shape, LinkTier.DIRECT), light_s, servers.nics)
 
     def add(self, rows: LinkRows, legs: Ints, one: Ints, other: Ints, switch_s: float) -> Floats:
-        """Add to `rows` the links between node `one` and node `other` of each leg. The two nodes may be equal. Return
-        each leg's latency in seconds, which includes propagation and `switch_s` for each circuit. Raises ValueError if
-        no path connects the two nodes.
-        """
+        """Add to `rows`, for each leg, the links of the shortest paths from the leg's node in `one` to its node in
+        `other`. The two nodes may be equal. Return each leg's latency in seconds, which includes propagation and
+        `switch_s` for each circuit. Raises ValueError if no path connects the two nodes."""
         nodes = len(self.edges.begin) - 1
         apart = np.flatnonzero(one != other)
         codes, pair = np.unique(one[apart] * nodes + other[apart], return_inverse=True)

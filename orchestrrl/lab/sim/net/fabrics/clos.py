@@ -97,8 +97,7 @@ def lay_tree(
 
     def between(rows: LinkRows, legs: Legs, some: Ints) -> Floats:
         """Add the links between the ToRs of the legs `some` to `rows`. Return the latency of each of these legs in
-        seconds, without the latency of the NICs' links.
-        """
+        seconds, without the latency of the NICs' links."""
         one, other = tree.tor_of[legs.src_nic[some]], tree.tor_of[legs.dst_nic[some]]
         here, there = tree.pod_of[one], tree.pod_of[other]
         apart, far = one != other, here != there
@@ -122,8 +121,7 @@ class Clos(SimulatedFabric):
     @property
     def pods(self) -> Pods:
         """The PoDs of the tree. Bandwidth between PoDs is not lower than inside a PoD, because the core is as wide as
-        the ToRs' uplinks.
-        """
+        the ToRs' uplinks."""
         first = self.tree.tor_of[:: self.servers.nics_per_server]
         return Pods(self.tree.pod_of[first], apart=False)
 
@@ -159,9 +157,9 @@ def fat_tree(
 def blocked_tree(
     servers: Servers, radix: int, servers_per_pod: int, servers_per_tor: int | None, ratio: float = 1.0
 ) -> ClosCabling:
-    """Return the cabling of a tree in which each ToR connects a block of servers. `ratio` is a ToR's number of ports
-    down divided by its number of ports up. Raises ImpossibleSite if the switches have too few ports for the servers.
-    """
+    """Return the cabling of a tree in which each ToR connects a block of `servers_per_tor` servers, or as many servers
+    as its ports allow if this is None. `ratio` is a ToR's number of ports down divided by its number of ports up.
+    Raises ImpossibleSite if the switches have too few ports for the servers."""
     down = int(radix * ratio / (1 + ratio) + 1e-9)
     refuse(*_too_many(servers, radix, down, servers_per_tor))
     return _cabled(servers, servers_per_tor or down // servers.nics_per_server, servers_per_pod, 1, ratio)
@@ -206,8 +204,7 @@ def _cabled(
     servers: Servers, servers_per_tor: int, servers_per_pod: int, rails: int, ratio: float = 1.0
 ) -> ClosCabling:
     """Return the cabling of a tree with one ToR for each rail of each block of servers. The servers of a block are in
-    one PoD.
-    """
+    one PoD."""
     server, place = np.divmod(np.arange(servers.nics), servers.nics_per_server)
     blocks = -(-servers_per_pod // servers_per_tor)
     block = server // servers_per_pod * blocks + server % servers_per_pod * blocks // servers_per_pod

@@ -17,7 +17,7 @@ from orchestrrl.lab.sim.net.model import Bools, Floats, FlowRouter, FlowRoutes, 
 
 @dataclass(slots=True)
 class Wiring:
-    """Collects the links of a network. Links that are added together have consecutive numbers."""
+    """The links of a network while it is built. Links that are added together have consecutive numbers."""
 
     _capacity: list[Floats] = field(default_factory=list)
     _tier: list[LinkTier] = field(default_factory=list)
@@ -37,8 +37,7 @@ class Wiring:
 
     def network(self, servers: Servers, router: FlowRouter, name: str) -> LinkNetwork:
         """Return the network of the collected links, with routes from `router`. The network's router raises ValueError
-        for a route over a link without capacity.
-        """
+        for a route over a link without capacity."""
         capacity = np.concatenate(self._capacity)
 
         def passable(src: Ints, dst: Ints) -> FlowRoutes:
@@ -54,9 +53,8 @@ class Wiring:
 
 @dataclass(slots=True)
 class LinkRows:
-    """Collects the links of flows in path order. A flow may have several parallel legs, each with a share of the flow's
-    bytes.
-    """
+    """The links of flows, in path order, while routes are built. A flow may have several parallel legs, each with a
+    share of the flow's bytes."""
 
     flow: Ints  # [leg], ascending
     share: Floats  # [leg]
@@ -64,14 +62,12 @@ class LinkRows:
 
     def add(self, leg: Ints, link: Ints, share: Floats | None = None) -> None:
         """Add to each leg in `leg`, an ascending array, the link at the same index of `link`. `share` is the fraction
-        of the leg's traffic that uses the link. If it is None, all of the leg's traffic does.
-        """
+        of the leg's traffic that uses the link. If it is None, all traffic of the leg uses the link."""
         self._parts.append((leg, link, self.share[leg] if share is None else self.share[leg] * share))
 
     def routes(self, latency_s: Floats) -> FlowRoutes:
         """Return the routes of the flows. `latency_s` is the latency of each leg. The latency of a flow is that of its
-        slowest leg.
-        """
+        slowest leg."""
         legs = len(self.flow)
         leg, link, share = (np.concatenate(each) for each in zip(*self._parts, strict=True))
         order = np.argsort(leg, kind="stable")
@@ -99,9 +95,9 @@ def _merged(begin: Ints, link: Ints, share: Floats, latency_s: Floats) -> FlowRo
 
 
 def expand(begin: Ints, rows: Ints) -> tuple[Ints, Ints]:
-    """Return two arrays with one item for each entry of the compressed rows `rows`: the index into `rows`, and the
-    index of the entry. `begin` has the same meaning as in FlowRoutes.
-    """
+    """Return two arrays with one item for each entry of the compressed rows whose numbers are in `rows`: the position
+    of the entry's row in `rows`, and the index of the entry. As in FlowRoutes, `begin` contains the index of each row's
+    first entry."""
     counts = (begin[1:] - begin[:-1])[rows]
     owner = np.repeat(np.arange(len(rows)), counts)
     within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -125,8 +121,7 @@ class Legs:
 
     def spread(self, counts: Ints) -> tuple["Legs", Ints]:
         """Split each leg into the number of equal legs given in `counts`. Return the new legs, and the index of the
-        original leg of each new leg.
-        """
+        original leg of each new leg."""
         was = np.repeat(np.arange(len(self)), counts)
         found = Legs(*(getattr(self, each.name)[was] for each in fields(self)))
         return replace(found, share=found.share / counts[was]), was
@@ -141,8 +136,7 @@ Between = Callable[[LinkRows, Legs, Ints], Floats]
 class HostNetwork:
     """The part of a network inside servers: NVLink and NICs. With `rails`, a message for a GPU on another rail first
     goes over NVLink to the GPU of that rail in the sender's server (NCCL's PXN). `place` contains, for each GPU of a
-    server, the index of the NIC that the GPU uses. If `place` is None, each GPU uses its nearest NIC.
-    """
+    server, the index of the NIC that the GPU uses. If `place` is None, each GPU uses its nearest NIC."""
 
     servers: Servers
     failed: SimulatedFailures
@@ -166,8 +160,8 @@ class HostNetwork:
     @cached_property
     def _stand_ins(self) -> tuple[Ints, Ints]:
         """The NICs that carry each NIC's traffic, in compressed rows. A working NIC carries its own traffic. The
-        traffic of a failed NIC is carried by all working NICs of its server. The last row is for NO_NIC.
-        """
+        traffic of a failed NIC is carried by all working NICs of its server or, if `place` is not None, by those of
+        them that are in `place`. The last row is for NO_NIC."""
         own = self.servers.nics_per_server
         usable = sorted(set(self.place)) if self.place else list(range(own))
         rows: list[list[int]] = []
@@ -180,8 +174,7 @@ class HostNetwork:
 
     def lay(self, wiring: Wiring, ports: Ints) -> int:
         """Add the NVLink links, and each NIC's links to and from the node `ports[nic]`. Return the number of the link
-        from NIC 0 to its port.
-        """
+        from NIC 0 to its port."""
         nics = np.arange(self.servers.nics)
         self.lay_nvlink(wiring)
         capacity = np.where(self.nic_works, self.servers.nic_bytes_per_s, 0.0)
@@ -210,8 +203,7 @@ class HostNetwork:
 
     def legs(self, src: Ints, dst: Ints, direct: Bools | None = None) -> Legs:
         """Return the legs of flows between the GPUs `src` and `dst`. Flows for which `direct` is true use circuits
-        between servers. Their legs have no NICs.
-        """
+        between servers. Their legs have no NICs."""
         self.check(src, dst)
         servers, flow = self.servers, np.arange(len(src))
         inside = self.server_of(src) == self.server_of(dst)
@@ -250,10 +242,9 @@ class HostNetwork:
         return legs.spread(counts)[0], stand_ins[expand(begin, nics)[1]]
 
     def routes(self, legs: Legs, first_up: int, between: Between, direct: Between | None = None) -> FlowRoutes:
-        """Return the routes of the legs' flows. `first_up` is the number that `lay` returned. `between` adds the path
-        from a NIC's link up to a NIC's link down, and returns the latency of the path without those two links. `direct`
-        adds the path between servers for legs without NICs.
-        """
+        """Return the routes of the legs' flows. `first_up` is the number that `lay` returned. `between` adds the part
+        of the path between the source NIC's link to its port and the destination NIC's link from its port, and returns
+        the latency of this part. `direct` adds the path between servers for legs without NICs."""
         rows = LinkRows(legs.flow, legs.share)
         inside, outside = np.flatnonzero(legs.src_nic == NO_NIC), np.flatnonzero(legs.src_nic != NO_NIC)
         latency_s = np.zeros(len(legs))
@@ -276,8 +267,7 @@ class HostNetwork:
     def _relayed(self, rows: LinkRows, legs: Ints, gpus: Ints, nics: Ints, out: bool) -> Floats:
         """Add an NVLink hop for each of `legs` whose GPU uses a NIC of another GPU. The hop leads from the leg's GPU to
         the first GPU at that NIC if `out` is true, and in the opposite direction otherwise. Return the latency that the
-        hop adds to each leg, in seconds.
-        """
+        hop adds to each leg, in seconds."""
         legs = legs[self.servers.nic_of(gpus[legs]) != nics[legs]]
         one, other = (gpus, self._beside(nics)) if out else (self._beside(nics), gpus)
         rows.add(legs, one[legs])
@@ -302,8 +292,7 @@ def left(lost: Shares, count: int) -> Floats:
 
 def sums_between(one: Ints, other: Ints, size: Floats, count: int) -> Floats:
     """Return the total size of the flows between any two of `count` nodes, as a matrix indexed by [from, to] with a
-    zero diagonal. `one` and `other` are the source and the destination of each flow, and `size` is its size.
-    """
+    zero diagonal. `one` and `other` are the source and the destination of each flow, and `size` is its size."""
     sums = np.bincount(one * count + other, size, minlength=count**2).astype(np.float64).reshape(count, count)
     np.fill_diagonal(sums, 0.0)
     return sums

@@ -44,8 +44,7 @@ def mixnet(
     servers_per_tor: Count | None = None,
 ) -> "MixNet":
     """Build a MixNet with `eps_nics` NICs of each server on the tree, and the server's other NICs at the OCS of its
-    region. Raises ImpossibleSite if a server has too few NICs, or a switch has too few ports.
-    """
+    region. Raises ImpossibleSite if a server has too few NICs, or a switch has too few ports."""
     if eps_nics >= servers.nics_per_server:
         refuse(ShapeFault("eps_nics", f"must be < {servers.nics_per_server}, the NICs of a server", eps_nics))
     optical = servers.nics_per_server - eps_nics
@@ -87,8 +86,7 @@ class MixNet(SimulatedFabric):
 
     def circuits(self, period: Period | None) -> Ints:
         """Return the number of circuits between any two servers, as an array indexed by [server, server]. If `period`
-        is None, circuits are spread evenly over all pairs of servers of a region.
-        """
+        is None, circuits are spread evenly over all pairs of servers of a region."""
         return np.frombuffer(self.circuits_of(period), np.int64).reshape(self.servers.count, -1)
 
     def _circuits_for(self, period: Period | None) -> bytes:

@@ -22,8 +22,7 @@ KINDS: Mapping[str, Callable[..., SimulatedFabric]] = {
 
 def build(kind: str, servers: Servers, **options: object) -> SimulatedFabric:
     """Build a fabric by its name. Raises ImpossibleSite (a ValueError) with all faults if the name or an option is
-    invalid.
-    """
+    invalid."""
     if kind not in KINDS:
         refuse(ShapeFault("kind", f"must be one of {', '.join(KINDS)}", kind))
     try:

@@ -2,10 +2,10 @@
 the ToRs.
 
 Circuits are those that the fabric's own planner materialises for a period's demand (planner/fabric/materialize.py). As
-on a real site, the planner is bound to ports and lanes, and reserves a slice for responses. Packets use the circuits
-between their two ToRs. If no circuit connects these ToRs, packets cross the fewest other ToRs, or change rails
-(`Rails`). A period's circuits are planned starting from the circuits at rest, which connect all ToRs of a rail evenly.
-In PoDs with fewer than three servers, ToRs have too few fibres to connect all ToRs to each other.
+on a real site, the planner can use only existing ports and lanes, and reserves a slice of the core for responses.
+Packets use the circuits between their two ToRs. If no circuit connects these ToRs, packets cross the fewest other ToRs,
+or change rails (`Rails`). A period's circuits are planned starting from the circuits at rest, which connect all ToRs of
+a rail evenly. In PoDs with fewer than three servers, ToRs have too few fibres to connect all ToRs to each other.
 """
 
 from dataclasses import dataclass, field
@@ -32,7 +32,8 @@ LONGEST = 2  # circuits of a path on the message's own rail
 
 @dataclass(frozen=True, eq=False)
 class Rails:
-    """Chooses the rails of messages. NICs at the same index of their servers form a rail."""
+    """The rails of a fabric, and the choice of rails for messages. NICs at the same index of their servers form a
+    rail."""
 
     rails: int
     tor_of: Ints  # [nic]
@@ -47,9 +48,9 @@ class Rails:
         return self._moved(legs, NO_WAY - 1, np.repeat(rails, len(rails)), np.tile(rails, len(rails)))
 
     def _moved(self, legs: Legs, most: int, out: Ints, into: Ints) -> Legs:
-        """Spread legs whose path has more than `most` circuits over all choices of rails with the fewest circuits.
-        `out` and `into`, indexed by choice, are the rails at the source and the destination, which are reached over
-        NVLink."""
+        """Spread each leg whose path has more than `most` circuits over all choices of rails whose paths have the
+        fewest circuits. `out` and `into`, indexed by choice, are the rails at the source and at the destination. GPUs
+        reach these rails over NVLink."""
         tor_of, hops = self.tor_of, self.hops
         own = np.where(legs.src_nic == NO_NIC, 0, hops[tor_of[legs.src_nic], tor_of[legs.dst_nic]])
         far = np.flatnonzero(own > most)
@@ -156,8 +157,7 @@ class RFabric(SimulatedFabric):
 
     def tor_demand(self, flows: GpuFlows) -> Floats:
         """Return the number of bytes from one ToR to another, as an array indexed by [tor, tor]. Servers without a
-        working NIC neither send nor receive bytes.
-        """
+        working NIC neither send nor receive bytes."""
         here, there = self._hosts.server_of(flows.src), self._hosts.server_of(flows.dst)
         reached: Bools = self._hosts.nic_works.reshape(self.servers.count, -1).sum(axis=1) > 0
         outside = (here != there) & reached[here] & reached[there]

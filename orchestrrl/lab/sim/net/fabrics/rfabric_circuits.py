@@ -44,7 +44,7 @@ def evenly(count: int, per_pod: int) -> Ints:
 
 
 def fitted(site: Site, place: Ints) -> Site:
-    """Return the site with only as many switch ports as it needs if only the slots `place` have servers."""
+    """Return the site without the switch ports that are not needed if only the slots in `place` have servers."""
     here = [site.servers[number] for number in place.tolist()]
     wanted = _wanted(site, here)
     ordered = sorted(site.switches, key=lambda each: (each.tier, each.pod or "", each.id))
@@ -62,9 +62,8 @@ def fitted(site: Site, place: Ints) -> Site:
 
 
 def _wanted(site: Site, here: Sequence[Server]) -> Mapping[EndpointId, int]:
-    """Return the number of fibres that each ToR and each uplink gets inside its PoD if the site has only the servers
-    `here`.
-    """
+    """Return the number of fibres that each ToR and each uplink has to the switches of its PoD if the site has only the
+    servers `here`."""
     if len(site.tors) == len({tor.rail for tor in site.tors}):
         return Counter()
     fibres = {endpoint: len(ends) for endpoint, ends in site.fibres[SiteTier.AGG].items()}
@@ -81,8 +80,7 @@ def _by_tor(servers: Iterable[Server]) -> Counter[EndpointId]:
 
 def _trimmed(site: Site, group: Sequence[Switch], wanted: Mapping[EndpointId, int]) -> list[Switch]:
     """Return the switches of a PoD or of the core with only the wanted number of ports for each endpoint, spread evenly
-    over the switches. The first switches take the remainder, as in a regular site.
-    """
+    over the switches. The first switches take the remainder, as in a regular site."""
     found = []
     for number, switch in enumerate(group):
         ports = {}
@@ -107,8 +105,8 @@ _ANY_TWO = frozenset((one, other) for one in PodRole for other in PodRole)
 
 @dataclass(frozen=True, eq=False)
 class RFabricCircuits:
-    """Plans the circuits of each period. With `roles`, PoDs are Train or Gen PoDs, and a stage changes only its own
-    PoDs. Without `roles`, a period may change all PoDs."""
+    """The circuits of an RFabric, planned for each period. With `roles`, PoDs are Train or Gen PoDs, and a stage
+    changes only its own PoDs. Without `roles`, a period may change all PoDs."""
 
     site: Site
     roles: bool
@@ -126,8 +124,7 @@ class RFabricCircuits:
 
     def of_period(self, period: str, stage: Stage, demand: Floats) -> frozenset[PortPair]:
         """Return the circuits of a period. `demand` is the number of bytes between ToRs, as an array indexed by [tor,
-        tor].
-        """
+        tor]."""
         template = TEMPLATES[stage] if self.roles else _anywhere(stage)
         eligible = self._eligible(template)
         demand = np.where(eligible, demand, 0.0)
@@ -205,9 +202,9 @@ class RFabricCircuits:
     def _bridges(
         self, found: frozenset[PortPair], eligible: Bools, demanded: Bools, bridges: frozenset[tuple[int, int]]
     ) -> frozenset[tuple[int, int]]:
-        """Return the ToR pairs that, in addition to the circuits `found` and the earlier `bridges`, connect all server
-        blocks to the ToR that most blocks reach.
-        """
+        """Return the ToR pairs to connect, in addition to the circuits `found` and the earlier `bridges`, so that every
+        block of servers has a path to the ToR that already reaches the most blocks. Only pairs in `eligible` are
+        returned."""
         laid = np.zeros(demanded.shape, np.bool_)
         for one, other in bridges:
             laid[one, other] = laid[other, one] = True
@@ -221,8 +218,7 @@ class RFabricCircuits:
     def _joining(self, reach: Bools, eligible: Bools, free: Ints) -> frozenset[tuple[int, int]]:
         """Return a small set of bridges, which are pairs of ToRs to be connected. Bridges are preferably inside one PoD
         and rail, and between ToRs with the most free ports. `reach`, indexed by [tor, tor], is true if a path connects
-        the two ToRs. `free`, indexed by ToR, is the number of ports that no other bridge uses.
-        """
+        the two ToRs. `free`, indexed by ToR, is the number of ports that no other bridge uses."""
         touches: Bools = np.asarray(reach[:, self.blocks].any(axis=2))  # [tor, block]
         hub = int(np.argmax(touches.sum(axis=1)))
         inside: Bools = reach[hub].copy()
@@ -268,8 +264,7 @@ class RFabricCircuits:
 
     def _rank(self, cross_connects: frozenset[PortPair], demanded: Bools) -> tuple[bool, bool]:
         """Return how well the circuits connect the blocks of servers, as two values: whether every block reaches every
-        other block, and whether every pair of blocks with demand is connected.
-        """
+        other block, and whether every pair of blocks with demand is connected."""
         is_connected = self._connected(self._hops(cross_connects))
         of_block = np.array([[tor in block for block in self.blocks] for tor in range(len(demanded))], np.int64)
         return bool(is_connected.all()), bool((is_connected | (of_block.T @ demanded @ of_block == 0)).all())
@@ -289,15 +284,13 @@ class RFabricCircuits:
 
 def _anywhere(stage: Stage) -> StageTemplate:
     """Return the template of a stage on a site without PoD roles: all PoDs may be changed and connected. The stage's
-    own template specifies the use of spare ports.
-    """
+    own template specifies the use of spare ports."""
     return replace(TEMPLATES[stage], touched=_EITHER, core_roles=_ANY_TWO)
 
 
 def _first(may: Bools, *marks: Bools | Ints) -> tuple[int, int]:
     """Return the row and column of the entry that `may` allows and that has the highest `marks`, compared
-    lexicographically.
-    """
+    lexicographically."""
     rows, columns = np.nonzero(may)
     marked = [np.broadcast_to(each, may.shape)[rows, columns] for each in marks]
     best = int(np.lexsort([-np.arange(len(rows)), *marked[::-1]])[-1])

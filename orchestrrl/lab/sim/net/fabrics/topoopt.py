@@ -35,8 +35,7 @@ def topoopt(
 ) -> "TopoOpt":
     """Build a TopoOpt fabric for the `demand` of the whole job. Without a demand, the fabric has rings only. If
     `ring_nics` is None, the number of ring NICs that minimises the load of the busiest link is used. This number is at
-    least 2 if a server has several NICs, so that servers stay connected if a NIC fails.
-    """
+    least 2 if a server has several NICs, so that servers stay connected if a NIC fails."""
     nics = servers.nics_per_server
     if ring_nics is not None and ring_nics > nics:
         refuse(ShapeFault("ring_nics", f"must be <= {nics}, the NICs of a server", ring_nics))
@@ -101,8 +100,7 @@ class TopoOpt(SimulatedFabric):
     @cached_property
     def joins(self) -> Ints:
         """The number of NICs of one server that send to NICs of another server, as an array indexed by [from, to]. Only
-        working NICs are counted.
-        """
+        working NICs are counted."""
         servers = self.servers
         works = HostNetwork(servers, self.failed).nic_works.reshape(servers.count, -1)
         found = np.zeros((servers.count, servers.count), np.int64)

@@ -1,4 +1,4 @@
-"""Fitted engine constants. Written by `orchestrrl profile fit`, do not edit. The names are documented in
+"""Fitted engine constants. `orchestrrl profile fit` writes this file; do not edit it. The names are documented in
 engine_constants.py."""
 
 FITTED_ON = "2026-11-21"

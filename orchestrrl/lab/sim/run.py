@@ -285,8 +285,8 @@ class ScenarioOutcome:
 
     @property
     def ceiling_gain(self) -> float | None:
-        """The gain of the ceiling over the tuned static baseline with round-robin prompts, or None if the baseline was
-        not run."""
+        """The total time of the tuned static baseline with round-robin prompts, divided by the total time of the
+        ceiling (see static.py). It is None if the baseline was not run."""
         baseline = self.arm("verl_to")
         return None if baseline is None else sum(run.total_s for run in baseline.seeds) / self.ceiling.redeploying_s
 

@@ -1,18 +1,18 @@
 """Simulate static baselines (a homogeneous fleet, round-robin prompts, no moves) and compute reference values for them.
 The functions have no side effects.
 
-The reference values are static placements with known lengths or prompts, and the ceiling of re-planning without this
-knowledge.
+The reference values are the results of static placements with known lengths or known prompts, and a ceiling for
+re-planning without this information.
 
 Placements with known lengths either spread requests (longest first onto the least loaded engine) or pack them
-(contiguous blocks in descending order, which keeps the longest together). The best configuration is used. With known
-prompts, only the distribution of each prompt's sample lengths is known. This distribution is an upper bound on the
-information that finished samples of the prompt, in this step or in earlier epochs, can provide.
+(contiguous blocks in descending order of length, so that the longest requests are together). The best configuration is
+used. With known prompts, only the distribution of each prompt's sample lengths is known. This distribution is an upper
+bound on the information that finished samples of the prompt, in this step or in earlier epochs, can provide.
 
 The ceiling assumes that lengths are known only as a distribution. Requests are then spread evenly, and the fleet's
 configuration is chosen by the number of remaining requests. A change of configuration is free and instant: at each
-output position, the whole fleet has the fastest configuration. Prefill, redeployments, moves and fractions of a request
-cost nothing. Heterogeneous fleets are not considered.
+output position, the whole fleet has the fastest configuration. Prefill, redeployments and moves take no time, and the
+number of requests per engine may be fractional. Heterogeneous fleets are not considered.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -335,7 +335,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """The durations, in seconds, of one or several steps if requests are spread evenly."""
+    """The total durations, in seconds, of a series of steps whose requests are spread evenly."""
 
     static_s: Mapping[ConfigurationId, float]  # with one configuration throughout
     redeploying_s: float  # with the fastest configuration at each position
@@ -348,8 +348,8 @@ class Ceiling:
 def ceiling(
     scenario: GenerationScenario, kinds: Sequence[EngineKind], steps: Sequence[Sequence[SimRequest]]
 ) -> Ceiling:
-    """Return the ceiling of all steps together: with one configuration, and with the fastest configuration at each
-    output position."""
+    """Return two kinds of total durations of `steps`: with each configuration throughout, and with the fastest
+    configuration at each output position."""
     instances = {kind.id: len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node)) for kind in kinds}
     static_s, redeploying_s = dict.fromkeys(instances, 0.0), 0.0
     for requests in steps:

@@ -1,6 +1,6 @@
 """Draw the requests of each generation step from a scenario's distributions. The functions have no side effects.
 
-Lengths are drawn by quantile. A Gaussian copula correlates the lengths of the samples of one prompt.
+Lengths are drawn by inverse transform sampling. A Gaussian copula correlates the lengths of the samples of one prompt.
 """
 
 from collections.abc import Callable

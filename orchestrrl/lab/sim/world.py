@@ -159,8 +159,8 @@ class World:
                 raise outcome
 
     async def advance(self, duration_s: float) -> None:
-        """Advance the virtual clock by `duration_s`. If a task or the control plane has failed, raises the first
-        exception."""
+        """Advance the virtual clock by `duration_s`. Raises the first exception of a failed task or of the control
+        plane."""
         await self.clock.advance(duration_s)
         for task in self._tasks:
             if task.done() and not task.cancelled():
@@ -223,8 +223,8 @@ class World:
         self.gateway.engine_died(engine)
 
     def _arrive(self, record: CountedRecord, engine: VirtualEngine, source: VirtualEngine | None) -> None:
-        """Submit a request to an engine. The request's KV is transferred from `source` if that is faster than
-        recomputation."""
+        """Submit a request to an engine. If the request comes from the engine `source`, and a transfer is faster than
+        recomputation, the request's KV is transferred from `source`. Otherwise, its context is prefilled."""
         if source is not None and self.links.kv_transfer:
             passed, wish_gbps = self._path(source, engine)
             gbytes = record.context_tokens * self.kv_bytes_per_token / 1e9
@@ -283,8 +283,8 @@ class World:
                 self._in_background(self.network.transfer((node,), wish_gbps, gbytes, "weight sync"))
 
     def _links_changed(self) -> None:
-        """Slow down engines that communicate over congested NICs, and report the bandwidth left for moves to the
-        planner."""
+        """Slow down engines that communicate over congested NICs, and report to the planner the bandwidth that is left
+        for moves."""
         now_s = self.clock.now_s()
         self.control_plane.planning.share_nics(self.network.left_for_moves())
         for engine in self.engines.values():

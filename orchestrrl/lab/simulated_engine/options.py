@@ -110,8 +110,8 @@ class SimulatedOptions(BaseModel):
 
 
 def save_kv(directory: Path, wish: TransferParams, token_ids: Sequence[int]) -> None:
-    """Write the KV entry of an aborted request to `directory`. An entry without token ids makes the receiver stop
-    waiting."""
+    """Write the KV entry that `wish` names for an aborted request to `directory`. An entry without token ids makes the
+    receiver stop waiting."""
     assert wish.save is not None
     entry = directory / wish.save
     written = entry.with_suffix(".part")
@@ -120,9 +120,9 @@ def save_kv(directory: Path, wish: TransferParams, token_ids: Sequence[int]) -> 
 
 
 def take_kv(directory: Path, wish: TransferParams, token_ids: Sequence[int]) -> int | None:
-    """Read a KV entry and delete it. Return the number of tokens at the start of `token_ids` whose KV the entry
-    contains, at most all but the last. Return 0 if the entry was written for different weights or tokens, and None if
-    it does not exist yet."""
+    """Read the KV entry that `wish` names in `directory`, and delete it. Return the number of tokens at the start of
+    `token_ids` whose KV the entry contains, at most all but the last. Return 0 if the entry was written for different
+    weights or tokens, and None if it does not exist yet."""
     assert wish.load is not None
     entry = directory / wish.load
     try:

@@ -15,7 +15,7 @@ from orchestrrl.lab.simulated_engine.tokens import FIRST_WORD, TokenModel
 
 
 class Formatter:
-    """Formats the tokens of one response as stream events or as one JSON object."""
+    """The formatter of one response, which returns the response's tokens as stream events or as one JSON object."""
 
     def __init__(
         self, request: SimulatedRequest, response_id: str, created: int, model_name: str, model: TokenModel
@@ -114,8 +114,8 @@ class Formatter:
         return {"text_offset": offsets, "token_logprobs": part.logprobs, "tokens": tokens, "top_logprobs": top_logprobs}
 
     def _alternatives(self, token: int, logprob: float) -> list[tuple[str, float]]:
-        """Return the requested number of alternatives as pairs of text and log-probability. They are the chosen token
-        and the token ids that follow it, each 1 nat less likely than the previous one."""
+        """Return the requested number of alternatives as pairs of text and log-probability. The first is the generated
+        token. The others are arbitrary tokens, each 1 nat less likely than the previous one."""
         words = self._model.vocab_size - FIRST_WORD
         ids = [token] + [FIRST_WORD + (token + k) % words for k in range(1, self._request.top_logprobs or 0)]
         wanted = ids[: self._request.top_logprobs]

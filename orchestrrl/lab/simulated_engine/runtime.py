@@ -111,8 +111,8 @@ class SimulatedAnswer:
 
 
 class Runtime:
-    """Runs one simulated engine. Virtual time runs `speed` times as fast as the clock. The scheduler is advanced every
-    `tick_s` seconds of the clock. If a tick is late, the next parts contain more tokens."""
+    """The runtime of one simulated engine. Virtual time runs `speed` times as fast as the clock. The scheduler is
+    advanced every `tick_s` seconds of the clock. If a tick is late, the next parts contain more tokens."""
 
     def __init__(self, options: SimulatedOptions, model: TokenModel, clock: Clock) -> None:
         self.scheduler = Scheduler(options.shape)

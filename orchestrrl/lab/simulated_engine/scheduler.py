@@ -9,8 +9,8 @@ sequence's context are free. A running sequence without a free block preempts th
 to the head of the queue and is prefilled again. With prefix caching, all samples of a prompt share its full blocks,
 from the admission of the first sample until the last sample ends. In contrast, vLLM keeps the blocks until it needs
 them for other requests, and therefore reuses more of them. Between admissions, preemptions and ends of sequences, each
-step only adds one token per sequence, so these steps are computed together. The cost of a simulation is therefore per
-event, not per token.
+step only adds one token per sequence, so these steps are computed together. The run time of a simulation therefore
+depends on the number of these events, not on the number of tokens.
 """
 
 from collections import deque
@@ -126,9 +126,10 @@ class Scheduler:
         group: str = "",
         prompt_tokens: int = 0,
     ) -> None:
-        """Queue a request that generates `to_generate` more tokens. Its first `prompt_tokens` tokens are shared with
-        the other samples in `group`. Raises ValueError if `context_tokens` or `to_generate` is less than 1, or if the
-        request can never fit into the KV cache."""
+        """Queue a request that generates `to_generate` more tokens. If the engine is idle, its time advances to `at_s`.
+        If `prefilled` is true, the KV of the context is already on the engine. The first `prompt_tokens` tokens of the
+        request are shared with the other samples in `group`. Raises ValueError if `context_tokens` or `to_generate` is
+        less than 1, or if the request can never fit into the KV cache."""
         if to_generate < 1 or context_tokens < 1:
             raise ValueError(f"context_tokens and to_generate must be >= 1, got {context_tokens}, {to_generate}")
         if self._blocks_of(context_tokens + to_generate) > self.shape.blocks:

@@ -1,8 +1,8 @@
 """The simulated engine: an HTTP server with vLLM's API, whose step times and tokens are computed.
 
 The command `orchestrrl engine simulated` runs the server. scheduler.py computes step times, tokens.py computes tokens,
-and runtime.py advances the scheduler. This module defines the routes. The server behaves like vLLM, which the engines'
-conformance suite checks.
+and runtime.py advances the scheduler. This module defines the routes. The engines' conformance suite checks that the
+server behaves like vLLM.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ ID_PREFIXES = {CompletionEndpoint.COMPLETIONS: "cmpl-", CompletionEndpoint.CHAT:
 
 
 class SimulatedServer:
-    """Serves one simulated engine: `async with SimulatedServer(options) as server: ... server.url ...`."""
+    """A server of one simulated engine. Usage: `async with SimulatedServer(options) as server: ... server.url ...`."""
 
     def __init__(
         self, options: SimulatedOptions, *, host: str = "127.0.0.1", port: int = 0, clock: Clock | None = None

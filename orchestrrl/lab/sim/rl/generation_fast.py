@@ -3,12 +3,12 @@ is fast enough for the scoreboard.
 
 The simulation includes the planner (forecast, plan admission and costs), called in the same way as in the daemon, the
 balancer's packing, the engines' schedulers, and redeployments with their duration. Unlike `sim gen`, it excludes
-agents, gateway, journal and operations. Telemetry is never delayed or stale. Moves and stops take no time. Requests are
-first routed by KV capacity instead of one by one. Plans are not corrected by the outcome of earlier plans, and there
-are no failures.
+agents, gateway, journal and operations. Telemetry is never delayed or stale. Moves and stops take no time. At the
+beginning of a step, requests are distributed by KV capacity instead of being routed one by one. Predicted times are
+not corrected by the outcomes of earlier plans, and there are no failures.
 
-With a `kv_network`, KV is sent over the fabric when engines change. It arrives instantly when single requests move
-between engines that remain. Without a `kv_network`, KV is recomputed.
+With a `kv_network`, the KV of requests is sent over the fabric when a plan replaces engines. If single requests move
+between engines that remain, their KV arrives instantly. Without a `kv_network`, KV is recomputed.
 """
 
 from collections.abc import Sequence
@@ -158,7 +158,8 @@ class FastStep:
 
 
 def run_fast(run: ControlledRun, kv_network: OverFabric | None = None) -> list[FastStep]:
-    """Return the results of the run's steps, including the warm-up steps."""
+    """Run all steps, including the warm-up steps, and return their results. `kv_network` simulates the transfer of KV.
+    If it is None, KV is recomputed."""
     fleet = _FastFleet(run, kv_network)
     return [fleet.step(requests) for requests in run.steps]
 
@@ -203,7 +204,7 @@ class _FastFleet:
         return step
 
     def _tokens(self) -> dict[ConfigurationId, int]:
-        """Return the tokens generated and prefilled so far by the engines of each configuration."""
+        """Return the number of tokens generated and prefilled so far by the engines of each configuration."""
         tokens: dict[ConfigurationId, int] = {}
         for engine in (*self._engines.values(), *self._past):
             passed = engine.scheduler.generated_tokens_total + engine.scheduler.prefilled_tokens_total
@@ -211,9 +212,9 @@ class _FastFleet:
         return tokens
 
     def _submit(self, requests: Sequence[SimRequest]) -> None:
-        """Submit requests to engines. If the arm routes requests, each goes to the engine with the fewest requests per
-        KV capacity, as the gateway's load index chooses among idle engines. Otherwise, prompts are assigned
-        round-robin."""
+        """Submit requests to engines. If the arm routes requests, each request goes to the engine with the fewest
+        requests in proportion to its KV capacity. The gateway's load index ranks idle engines in the same way.
+        Otherwise, prompts are assigned round-robin."""
         engines = [self._engines[id] for id in sorted(self._engines)]
         queue = [(0.0, place) for place in range(len(engines))]
         heapify(queue)

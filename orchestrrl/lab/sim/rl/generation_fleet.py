@@ -12,10 +12,10 @@ time until the instance's last flow ends. The roofline (planner/cost/roofline.py
 parallelism reduces twice in each layer. With expert parallelism each token is sent to its experts and back; under AFD
 it is sent to the FFN GPUs and back. Each configuration is evaluated alone, on the whole fleet.
 
-The KV of a request follows it to another instance over the fabric, or is recomputed if that is faster. Before and after
-the move, the KV is on the GPUs of one attention replica, with its heads spread evenly. If there are fewer KV heads than
-GPUs, two GPUs hold the same heads: each receives one half and copies the other half over NVLink in negligible time. All
-transfers begin at once. An instance recomputes its requests one after another.
+If a request moves to another instance, its KV is sent over the fabric, or recomputed if that is faster. Before and
+after the move, the KV is on the GPUs of one attention replica, with its heads spread evenly. If there are fewer KV
+heads than GPUs, two GPUs hold the same heads: each receives one half and copies the other half over NVLink in
+negligible time. All transfers begin at once. An instance recomputes its requests one after another.
 """
 
 import itertools
@@ -61,7 +61,8 @@ class UniformFleet:
 
 def deployed(parallelism: Parallelism, where: range, servers: Servers, pods: Pods | None = None) -> UniformFleet:
     """Return a fleet of as many instances as fit on the GPUs `where`. If `pods` is None, all servers form one PoD.
-    Raises ValueError unless `where`, and an instance that is larger than a server, consist of whole servers."""
+    Raises ValueError if `where` does not consist of whole servers, or if an instance is larger than a server but does
+    not use whole servers."""
     size, per_server = parallelism.gpus, servers.gpus_per_server
     if where.start % per_server or len(where) % per_server:
         raise ValueError(f"the GPUs for generation must be whole servers of {per_server} GPUs, got {where}")
@@ -102,8 +103,9 @@ SENT_BYTES = 64e6
 
 @dataclass(frozen=True, slots=True)
 class TokenExchange:
-    """The measured exchange inside instances. `bytes_per_s` is computed from the mean time over instances.
-    `extra_hop_s` is the time by which the largest latency exceeds the latency of two links and one switch."""
+    """The measured exchange of activations between the GPUs of an instance. `bytes_per_s` is computed from the mean
+    time over instances. `extra_hop_s` is the time by which the largest latency exceeds the latency of two links and one
+    switch."""
 
     bytes_per_s: float  # per GPU
     extra_hop_s: float
@@ -151,7 +153,8 @@ def gen_period(fleet: UniformFleet, servers: Servers, name: str) -> Period:
 
 
 def exchange(fleet: UniformFleet, fabric: SimulatedFabric, name: str) -> TokenExchange:
-    """Measure the exchange inside instances, on the fabric as configured for this fleet alone."""
+    """Measure the exchange of activations inside the fleet's instances, on the fabric as configured for this fleet
+    alone."""
     servers = fabric.servers
     network = fabric.network(gen_period(fleet, servers, name))
     flows, instance = pattern(fleet, SENT_BYTES, servers)
@@ -297,8 +300,8 @@ class OverFabric:
         )
 
     def sent(self, leaving: Sequence[Leaving]) -> TierBytes:
-        """Return the number of bytes, by tier, that KV transfers in the background send on the circuits that the fabric
-        has outside any period."""
+        """Return the number of bytes, by tier, that KV transfers send if they run in the background, on the circuits
+        that the fabric has outside any communication period."""
         return tier_bytes(self.fabric.network(None), self.shares(leaving)[0].merged()[0])
 
     def shares(self, leaving: Sequence[Leaving]) -> tuple[GpuFlows, Ints]:
@@ -320,7 +323,8 @@ class OverFabric:
         return GpuFlows.of(rows), np.array(request, np.int64)
 
     def _replica(self, place: Place, turn: int) -> Ints:
-        """Return the GPUs of the attention replica for the given turn, in the order of ranks."""
+        """Return the GPUs of one attention replica at `place`, in the order of ranks. Consecutive values of `turn`
+        select the replicas round-robin."""
         parallelism, gpus = place
         held = gpus[: parallelism.attention_gpus] if parallelism.afd else gpus
         replicas = np.array(held).reshape(-1, parallelism.tp) + self.first_gpu
@@ -339,7 +343,9 @@ def _overlaps(source: Ints, destination: Ints) -> list[tuple[int, int, float]]:
 
 
 def _arrived_s(network: LinkNetwork, flows: GpuFlows, of: Ints, destination: Ints, places: int) -> Floats:
-    """Return the arrival time of the last flow at each destination, as an array indexed by destination."""
+    """Return the arrival time, in seconds, of the last flow at each of `places` destinations, as an array indexed by
+    destination. For each part of a request's KV, `of` contains the flow that transfers the part, and `destination` its
+    destination."""
     arrived_s, routes = np.zeros(places), network.routes(flows)
     ends_s = finish_s(network, flows, routes) + routes.latency_s
     np.maximum.at(arrived_s, destination, ends_s[of])

@@ -8,9 +8,9 @@ bound by one step for each time that it was interrupted.
 
 In a synchronous loop, step k uses the version trained on all samples of the steps up to k - 1. In a one-step
 asynchronous loop, step k uses the version trained on the samples of the steps up to k - 2. With bounded staleness, a
-step begins as soon as none of its samples will exceed the bound, and uses the newest available version. If engines wait
-for weights, a longer training step may then save a sync, so that the run ends earlier than with a shorter training
-step. Any greedy schedule can have such anomalies.
+step begins as soon as none of its samples will exceed the bound, and uses the newest available version. In the last
+mode, if engines wait for weights, a longer training step may avoid a sync, so that the run ends earlier than with a
+shorter training step. Any greedy schedule can have such anomalies.
 
 The time of a weight sync depends on the stages that run when it begins. The sync delays these stages in proportion to
 the time for which they run at the same time as the sync.
@@ -112,7 +112,8 @@ class Needs:
 
 def staleness(batches: Sequence[SampleBatch], begun_with: Sequence[int], taken: Sequence[int]) -> Mapping[int, int]:
     """Return the number of samples trained on, by lag in versions. A sample's lag is the number of training steps
-    between the weights that it was begun with and the weights that it trains."""
+    between the weights that it was begun with and the weights that it trains. `begun_with` contains the version used by
+    each generation step, and `taken` the number of samples trained on before each training step."""
     order: deque[tuple[int, int]] = deque(
         (version, batch.begun) for batch, version in zip(batches, begun_with, strict=True)
     )
@@ -276,9 +277,9 @@ class _Line:
         self._schedule(0, 0, self.engines_free_s)
 
     def _schedule(self, trained: int, carried: int, until_s: float) -> None:
-        """Schedule, in the order of time, training steps and the syncs that no stage waits for. At least `trained`
-        training steps and `carried` syncs are scheduled in total, and also all that begin before `until_s`. Only
-        existing samples are used, because later generation may still change the schedule."""
+        """Schedule, in the order of time, training steps and the syncs that no stage waits for. Afterwards, at least
+        `trained` training steps and `carried` syncs are scheduled in total, and also all training steps and syncs that
+        begin before `until_s`. A training step is not scheduled before the generation of its samples is."""
         while True:
             train_s, carry_s = self._next_training_s(len(self.ready_s)), self._next_carry_s()
             enough = len(self.train_end_s) >= trained and len(self.sync_end_s) > carried
@@ -438,9 +439,9 @@ ROW = (
 
 
 def run_loop(rules: LoopRules, batches: Sequence[SampleBatch], times: Times, *, warmup_steps: int = 0) -> RlRun:
-    """Return the results of a run. The caller sets the fabric, arm and seed. The throughput and the idle fractions
-    cover the time from the end of training on the warm-up steps' samples to the end of the last training step. Raises
-    ValueError if sample counts prevent a step from beginning."""
+    """Run the loop and return its results, in which the caller sets the fabric, arm and seed. The throughput and the
+    idle fractions cover the time from the end of training on the warm-up steps' samples to the end of the last training
+    step. Raises ValueError if sample counts prevent a step from beginning."""
     line = _Line(rules, batches, times, Needs.of(rules, batches))
     line.run()
     trained = line.needs.taken[len(line.train_end_s)]

@@ -130,8 +130,8 @@ def parse(text: str) -> list[ClusterResult]:
 
 
 def complete(folder: Path, digests: Iterable[str]) -> set[str]:
-    """Return the scenario digests whose file in `folder` is readable and contains all runs of the scenario. A file may
-    contain only some runs, because `sim run` writes it after each run."""
+    """Return those of `digests` whose results file in `folder` is readable and contains all runs of its scenario. A
+    file may contain only some runs, because `sim run` writes it after each run."""
     found = set()
     for digest in digests:
         try:
@@ -144,7 +144,7 @@ def complete(folder: Path, digests: Iterable[str]) -> set[str]:
 
 
 def runs_of(scenario: Mapping[str, Any]) -> int:
-    """Return the number of runs of a scenario: one for each fabric, arm and seed."""
+    """Return the number of runs of a scenario: one for each combination of a fabric, an arm and a seed."""
     return len(scenario["fabrics"]) * len(scenario["generation"]["arms"]) * len(scenario["seeds"])
 
 

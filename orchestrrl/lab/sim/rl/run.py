@@ -173,7 +173,7 @@ def _streamed(stream: ResponseStream) -> str:
 
 
 def _thinned(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Return at most MOST_POINTS evenly chosen points, including the first and the last."""
+    """Return at most MOST_POINTS evenly spaced points, including the first and the last."""
     if len(points) <= MOST_POINTS:
         return tuple(points)
     return tuple(points[round(i * (len(points) - 1) / (MOST_POINTS - 1))] for i in range(MOST_POINTS))
@@ -252,10 +252,11 @@ def train_counts(scenario: ClusterScenario) -> list[int]:
 
 
 def search(count: int, tried: Callable[[int], Found | None], worth: Callable[[Found], float]) -> list[Found]:
-    """Search `count` ordered positions for the peak of `worth` (> 0), and return the results of all tried positions
-    that work. First try positions over the whole range, then positions between the best position and its neighbours.
-    Positions within the fraction ALIKE of the highest value count as equally good, and the first of them is the best.
-    `tried` returns None for a position that does not work."""
+    """Search `count` ordered positions for the highest value, and return the results of all tried positions that work.
+    `tried` returns the result for a position, or None if the position does not work. `worth` returns the value of a
+    result, which must be > 0. First try positions over the whole range, then positions between the best position and
+    its neighbours. Positions within the fraction ALIKE of the highest value count as equally good, and the first of
+    them is the best."""
     first = sorted({round(i * (count - 1) / (FIRST - 1)) for i in range(FIRST)}) if count else []
     known = {place: tried(place) for place in first}
     while True:

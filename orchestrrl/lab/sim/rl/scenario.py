@@ -1,8 +1,8 @@
 """Read a scenario of the cluster simulator from YAML, and report all of its faults at once, with path and value.
 
-A scenario contains a daemon's configuration (`daemon`, and the fleet that follows from `generation`) plus a workload.
-The engines of a simulated cluster can therefore be deployed (see stages.py). GPUs are numbered from 0: the GPUs that
-train come first, then the GPUs that generate.
+A scenario contains a daemon's configuration (`daemon`, and the fleet that follows from `generation`) and a workload.
+stages.py can write the daemon's configuration to a file, so that the engines of a simulated cluster can be deployed.
+GPUs are numbered from 0: the GPUs that train come first, then the GPUs that generate.
 """
 
 import re

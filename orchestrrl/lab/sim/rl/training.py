@@ -8,7 +8,8 @@ gradients.
 
 Each answer is sent to the trainer once, as soon as it is complete (RS in table 1 of the OrchestrRL paper). The message
 contains the id and the log-probability of each token. Forwarding between the ranks of a replica is not counted. The
-bytes are counted, but take no time in the loop, because answers are sent while other answers are generated.
+bytes of the messages are counted, but sending takes no time in the loop, because an answer is sent while other answers
+are generated.
 """
 
 import math

@@ -65,10 +65,10 @@ CHAINS = 2  # chains per piece, if it has that many holders; with more chains, e
 
 
 def _in_chains(edges: WaveEdges) -> tuple[Ints, Ints, Ints, Floats, Ints]:
-    """Return the shard, sender, receiver, number of bytes and depth of each flow, for servers that are connected
+    """Return the shard, sender, receiver, number of bytes and depth of each flow, for a network that connects servers
     directly. Up to CHAINS holders of a piece of a shard send equal parts of the piece, each along a chain of all
-    receivers. A server that sent to many receivers would have few NICs for each of them. In addition, the topology is
-    built for the traffic between chain neighbours."""
+    receivers. Chains are used instead of trees for two reasons: a server that sent to many receivers would have few
+    NICs for each of them, and the topology is built for the traffic between chain neighbours."""
     rows: list[tuple[float, ...]] = []
     for shard, offset in np.unique(np.stack([edges.shard, edges.offset]), axis=1).T.tolist():
         these = (edges.shard == shard) & (edges.offset == offset)
@@ -134,8 +134,9 @@ def spread(src: Ints, dst: Ints, size: Floats, gpus_per_server: int) -> GpuFlows
 
 
 def _forwarded(shards: Sequence[ServerShard], of: Ints, server: Ints, size: Floats, gpus_per_server: int) -> GpuFlows:
-    """Return the flows inside servers. Data that has arrived in equal parts at a server's GPUs is sent to each GPU that
-    needs it."""
+    """Return the flows inside servers that forward the received data to the GPUs that need it. `of`, `server` and
+    `size` contain the shard, the receiving server and the number of bytes of each transfer. The data of a transfer has
+    arrived in equal parts at the server's GPUs."""
     places = [{at: row for row, at in enumerate(shard.receivers)} for shard in shards]
     wanted: dict[int, Floats] = {}  # [GPU of the server], by server
     for shard, at, came in zip(of.tolist(), server.tolist(), size.tolist(), strict=True):
@@ -154,8 +155,9 @@ def _forwarded(shards: Sequence[ServerShard], of: Ints, server: Ints, size: Floa
 
 
 def _with_last_hop(sent: GpuFlows, above: Ints, inside: GpuFlows) -> FlowStep:
-    """Return a step with the flows `sent` between servers and the flows `inside` servers. The flows inside servers
-    forward chunk by chunk, as the last hop of the tree."""
+    """Return a step with the flows `sent` between servers and the flows `inside` servers. `above` is the number of
+    flows upstream of each flow between servers. The flows inside servers are the last hop, and forward chunk by chunk.
+    """
     last = int(above.max(initial=0)) + 1
     return FlowStep(GpuFlows.joined([sent, inside]), np.concatenate([above, np.full(len(inside), last, np.int64)]))
 
@@ -328,8 +330,8 @@ def bound_s(shards: Sequence[ServerShard], site: SyncSite) -> float:
 
 
 def _courses(scheme: str, shards: Sequence[ServerShard], site: SyncSite, ground: _Ground) -> Iterator[SyncStage]:
-    """Yield the simulated sync for each alternative use of circuits. If circuits are kept, an additional wave has no
-    cost, so that the plan may have more waves than the plans for the other alternatives."""
+    """Yield the simulated sync for each alternative use of circuits. If circuits are kept, no wave has to wait for a
+    circuit change, so that the plan may have more waves than the plan for the other alternatives."""
     fabric = ground.fabric
     steps = steps_of(scheme, shards, site, fabric.servers)
     try:
@@ -385,8 +387,8 @@ class _StepTime:
 
 
 def _step_s(network: LinkNetwork, step: FlowStep, ground: _Ground) -> _StepTime:
-    """Return the duration and traffic of a step, and the delays of concurrent stages. A flow waits for one chunk and
-    one hop of each flow upstream of it."""
+    """Return the duration and traffic of a step, and the delays of concurrent stages. For each flow upstream of it, a
+    flow is delayed by the time to send one chunk and by the latency of one hop."""
     flows, beside = step.flows, ground.beside
     if not len(flows):
         return _StepTime(0.0, 0.0, {}, {each.stage: 0.0 for each in beside})

@@ -68,8 +68,8 @@ class Kernels:
         return max(compute_s, groups * moved / self.hbm_bytes_per_s) + self.constants.kernel_s
 
     def _waves_over_work(self, m: float, n: float, groups: int) -> float:
-        """Return the ratio of the time of full waves to the time of the work alone, for the best tile. The ratio
-        exceeds 1 if edge tiles or the last wave are only partly filled."""
+        """Return the factor by which partly filled tiles and waves lengthen matrix products, for the best tile size.
+        The factor is 1 if all tiles and waves are full."""
         sms = SMS.get(self.gpu.name, SMS_OF_OTHERS)
         return min(
             math.ceil(groups * math.ceil(m / rows) * math.ceil(n / columns) / sms) * sms * rows * columns
@@ -78,8 +78,9 @@ class Kernels:
 
     def attention_s(self, flops: float, tokens: float, *, backward: bool = False) -> float:
         """Return the time, in seconds, of fused causal attention over sequences of `tokens` tokens. `flops` counts
-        unmasked pairs only. If lengths differ, `tokens` is the mean of the squared lengths divided by the mean length,
-        which gives the exact sum for this efficiency curve."""
+        unmasked pairs only. If lengths differ, `tokens` must be the mean of the squared lengths divided by the mean
+        length. With this value, the result is the exact sum of the times of all sequences under the efficiency curve.
+        """
         constants = self.constants
         best = constants.attention_backward_efficiency if backward else constants.attention_forward_efficiency
         share = best * tokens / (tokens + constants.attention_half_tokens)
@@ -99,8 +100,8 @@ LOSS_BACKWARD_BYTES = 14.0
 
 @dataclass(frozen=True, slots=True)
 class PassCompute:
-    """The compute times in seconds of a forward or backward pass: the parts of a layer, in the order of the forward
-    pass (the backward pass reverses it), and the head."""
+    """The compute times, in seconds, of a forward or backward pass: the times of a layer's parts, in the order of the
+    forward pass, and the time of the head. A backward pass runs the parts in reverse order."""
 
     before_s: float  # norm, projections of queries, keys and values
     attention_s: float
@@ -242,8 +243,8 @@ def memory_of(job: TrainJob) -> Memory:
 
 
 def fault_of(job: TrainJob) -> str | None:
-    """Return the error message for a job whose memory exceeds GPU memory by more than the factor MARGIN. Return None
-    for a job that may fit."""
+    """Return an error message if the job needs more than MARGIN times the memory of a GPU. Return None if the job may
+    fit."""
     need, has_bytes = memory_of(job), job.gpu.hbm_bytes
     if need.bytes <= MARGIN * has_bytes:
         return None

@@ -211,8 +211,8 @@ def windows(found: tuple[CollectiveBoundary, ...]) -> tuple[OverlapWindow, ...]:
 
 
 def iteration(job: TrainJob, fabric: SimulatedFabric) -> TrainingIteration:
-    """Simulate an iteration on the fabric's networks for its communication periods. Raises ValueError if no path
-    connects the GPUs of a group."""
+    """Simulate an iteration of `job` on a fabric. The fabric's network may differ between the iteration's communication
+    periods. Raises ValueError if no path connects the GPUs of a group."""
     given, kept, changed = on_fabric(job, fabric, traffic(job, fabric.servers))
     step_s = optimizer_s(job)
     taken, free = (shortest(given, kept, changed, step_s, each) for each in (fabric.reconfigures_s, 0.0))
@@ -243,9 +243,10 @@ def forward_s(job: TrainJob, fabric: SimulatedFabric) -> float:
 
 
 def _parts(given: StageLoad, taken: Taken, free: Taken, step_s: float, rank: int, busy_s: float) -> dict[str, float]:
-    """Return the parts of the iteration time of pipeline rank `rank`, the busiest rank. The parts `pp` and `dp` are the
-    differences from schedules without pipeline traffic and without gradient traffic. The part `circuits` is the
-    difference from a schedule whose circuits change instantly."""
+    """Return the parts of the iteration time of `rank`, the busiest pipeline rank, whose own passes take `busy_s`.
+    `free` is the alternative that is fastest if circuits change instantly, and `step_s` is the time of the optimizer.
+    The parts `pp`, `dp` and `circuits` are the times that are added by pipeline traffic, by gradient traffic and by
+    circuit changes, respectively."""
     job = given.job
     micro, layers = job.micro_batches, sum(job.stage_layers[rank :: job.layout.pp])
     waits_s = {group: micro * layers * sum(each.waits_s(group) for each in given.passes) for group in WAITS}

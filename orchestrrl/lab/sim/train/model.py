@@ -37,7 +37,8 @@ class TrainConstants:
     Attention: cuDNN's fused causal attention on an H100 with head size 128 (FlashAttention-3, arXiv 2407.08608, figures
     5 and 6) reaches 410, 484, 518, 539 TFLOPS in the forward pass at 1k, 2k, 4k, 16k tokens. The backward pass reaches
     408, 465, 499, 516 TFLOPS without a mask. With a mask it is assumed to reach 0.85 of these values, as the forward
-    pass does. The curve efficiency * s / (s + half_tokens) passes through these points.
+    pass does. The curve efficiency * s / (s + half_tokens), where s is the sequence length, passes through these
+    points.
 
     GPU memory: a copy on an H100 SXM reaches 3.0 of 3.35 TB/s. Kernels that also compute reach slightly less.
     """
@@ -105,8 +106,8 @@ class TrainLayout:
 @dataclass(frozen=True, slots=True)
 class TrainJob:
     """An optimiser step on `sequences` sequences of `tokens` tokens on average, in micro-batches of `micro_sequences`
-    sequences per data-parallel rank. Micro-batches are equal, as in frameworks that pack sequences by length. The cost
-    of attention depends on the squares of the lengths."""
+    sequences per data-parallel rank. Micro-batches are equal, as in frameworks that pack sequences by length. The time
+    of attention depends on the squares of the lengths, and therefore on `length_cv`."""
 
     model: Model
     gpu: GpuModel

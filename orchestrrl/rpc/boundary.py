@@ -1,7 +1,7 @@
 """Intercept the calls of every method of a gRPC server, decode and check their messages, and end failed calls.
 
 A message that cannot be decoded or has values out of range is answered with INVALID_ARGUMENT, and a message that
-exceeds a limit with RESOURCE_EXHAUSTED. Both cases are logged on one line. ranges.py defines the valid values. An
+exceeds a limit with RESOURCE_EXHAUSTED. Each such message is logged on one line. ranges.py defines the valid values. An
 unexpected exception is treated as a defect of the daemon. It is counted, logged once and answered with INTERNAL, and
 the server continues.
 """

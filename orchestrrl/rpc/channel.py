@@ -76,7 +76,7 @@ async def stay_connected(
 
     `converse` is started again even if it ends with an unexpected exception, because a node must continue when its
     daemon restarts. `converse` must call its second argument once it is connected. If the connection lasted longer than
-    the longest delay, the backoff is reset and the loss is logged.
+    the longest delay between attempts, the backoff is reset, and a warning about the lost connection is logged.
     """
     failures, backoff = 0, Backoff()
     connected_s: list[float] = []
@@ -116,8 +116,8 @@ async def _ending(conversation: Coroutine[Any, Any, None]) -> str | BaseExceptio
 
 
 async def first_of(*sides: Awaitable[None]) -> None:
-    """Run the given sides of a stream until one side ends, then stop the other sides. If the side that ended first
-    failed, its exception is raised."""
+    """Run `sides`, such as the receiver and the sender of one stream, until one of them ends. Then stop the others. If
+    the side that ended first failed, its exception is raised."""
     tasks = [asyncio.ensure_future(side) for side in sides]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -37,8 +37,8 @@ Converter = Union["Via", "EnumCodec[Any]", "Codec[Any, Any]", "_Items"]
 
 @dataclass(frozen=True, slots=True)
 class Via:
-    """A converter that consists of two functions. A function that is None leaves the value unchanged. If `from_message`
-    is given, it replaces `from_pb` and reads the value from the enclosing message."""
+    """A converter that consists of one function for each direction. A function that is None leaves the value unchanged.
+    If `from_message` is given, it replaces `from_pb` and reads the value from the enclosing message."""
 
     to_pb: Convert | None = None
     from_pb: Convert | None = None
@@ -51,7 +51,7 @@ class Whole(Via):
 
 
 class EnumCodec(Generic[Member]):
-    """Converts the members of `kind` to the values with the same names in an enum of the .proto, and back.
+    """A converter between the members of `kind` and the values with the same names in an enum of the .proto.
 
     The member `unspecified` is read for 0 and for values of a newer protocol, and is sent for members missing in the
     .proto. If `unspecified` is None, reading such values raises ValueError, and missing members raise TypeError at
@@ -85,7 +85,7 @@ class EnumCodec(Generic[Member]):
 
 
 class Codec(Generic[Value, Pb]):
-    """Converts a dataclass to a message and back. `specs` describes the fields that do not follow the rules of this
+    """A converter between a dataclass and a message. `specs` describes the fields that do not follow the rules of this
     module, keyed by their names in the dataclass. A property in `specs` is written but not read. `beside` contains the
     names of fields of the message that have no counterpart. The caller sets these fields."""
 
@@ -150,7 +150,7 @@ class OneOf:
 
 
 class _Local:
-    """Marks a field that is not sent, and is read as its default."""
+    """The spec of a field that is not sent, and is read as its default."""
 
 
 LOCAL = _Local()
@@ -172,7 +172,7 @@ def optional(message: Message, name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Items:
-    """Converts a tuple or a set to a repeated field and back."""
+    """A converter between a tuple or a set and a repeated field."""
 
     item: Converter | None
     container: type

@@ -50,8 +50,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     def _engine(self, name: str) -> EngineId:
         """Return the id of the engine with this name. The name may be the fleet's name for the engine or a name that
-        only nodes use.
-        """
+        only nodes use."""
         return self.fleet.state.engine_called(EngineId(name), self.now_s())
 
     async def ListRequests(self, request: pb.ListRequestsRequest, context: Context) -> pb.ListRequestsResponse:
@@ -197,8 +196,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     def _restarted(self, version: int | None) -> list[EngineId]:
         """Return the engines that lost `version` because they were restarted. The result is empty if this daemon did
-        not install that version.
-        """
+        not install that version."""
         weights = self.daemon.weights.syncs
         if version is None or weights.book.fleet.version != version:
             return []

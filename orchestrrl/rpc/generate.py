@@ -1,8 +1,8 @@
 """Generate orchestrrl/rpc/pb from proto/, or check that it is up to date (--check).
 
-Run it as `python -m orchestrrl.rpc.generate` in the development environment. protoc places files and imports by the
-proto package, which would shadow the Python package `orchestrrl`. The files are therefore moved flat into rpc/pb and
-their imports rewritten.
+Run it as `python -m orchestrrl.rpc.generate` in the development environment. protoc derives folders and imports from
+the proto package `orchestrrl.v1`, and such a folder would shadow the Python package `orchestrrl`. The files are
+therefore placed directly in rpc/pb, and their imports are rewritten.
 """
 
 import argparse

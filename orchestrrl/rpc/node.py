@@ -1,5 +1,5 @@
-"""The client of agents and gateways. It carries out each of the daemon's operations once and sends reports to the
-daemon."""
+"""The client with which agents and gateways attach to the daemon. It carries out each of the daemon's operations once
+and sends reports to the daemon."""
 
 import asyncio
 import logging
@@ -101,8 +101,8 @@ class NodeLink:
 
 
 class ReportStream:
-    """Sends a report to the daemon every `interval_s` seconds until cancelled. The stream is reopened whenever it
-    breaks.
+    """A stream that sends a report to the daemon every `interval_s` seconds until cancelled. The stream is reopened
+    whenever it breaks.
 
     `make_report` is awaited for each report, which gets a timestamp when it is sent. `on_open` is called when a stream
     begins, before its first report. `on_ack` is called with each acknowledgement.

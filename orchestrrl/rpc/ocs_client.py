@@ -205,8 +205,8 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
             return await call()
 
     async def _owning(self, call: Callable[[], Awaitable[ocs_pb2.CommitResult]], wanted: CommandSteps) -> CommitResult:
-        """Carry out a change and update the ownership. Circuits with an unknown outcome may still appear on the device,
-        so they are treated as owned."""
+        """Carry out a change and update the ownership. If the outcome is unknown, the circuits of the change may still
+        appear on the device, so they are treated as owned."""
         claimed = frozenset(wanted.add) - self._ownership.pairs
         self._ownership.take(claimed)
         try:

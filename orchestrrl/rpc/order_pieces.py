@@ -1,6 +1,5 @@
 """Convert a peer's orders to messages and back. An order that exceeds the size of a message is sent in consecutive
-pieces.
-"""
+pieces."""
 
 import json
 from collections.abc import Iterator
@@ -19,8 +18,7 @@ _KINDS = {kind: TypeAdapter(kind) for kind in get_args(Order)}
 
 def pieces_of(order: PeerOrder) -> Iterator[pb.PeerOrder]:
     """Yield the messages of an order. There is at least one message, and all messages except the last have `continues`
-    set.
-    """
+    set."""
     text = _text(order)
     for first in range(0, len(text), PIECE_CHARACTERS):
         last = first + PIECE_CHARACTERS
@@ -28,15 +26,15 @@ def pieces_of(order: PeerOrder) -> Iterator[pb.PeerOrder]:
 
 
 def _text(order: PeerOrder) -> str:
-    """Return the order as JSON. ORDER, the adapter for the union of all kinds, gives the same text but is several times
-    slower than the adapter of a concrete kind."""
+    """Return the order as JSON. The order is converted by the adapter of its own kind, because ORDER, the adapter for
+    the union of all kinds, gives the same text but is several times slower."""
     inner = _KINDS[type(order.order)].dump_json(order.order).decode()
     return f'{{"id":{json.dumps(order.id)},"generation":{order.generation},"order":{inner}}}'
 
 
 class OrderAssembler:
-    """Assembles orders from the pieces that arrive on one stream. If a stream breaks, an incomplete order is dropped,
-    and the daemon sends the order again."""
+    """An assembler of orders from the pieces that arrive on one stream. If a stream breaks, an incomplete order is
+    dropped, and the daemon sends the order again."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []

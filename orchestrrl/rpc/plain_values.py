@@ -1,5 +1,5 @@
-"""Convert a protobuf message to plain JSON values. Numbers are unchanged, enums become lower-case names, and unknown
-values become null."""
+"""Convert a protobuf message to plain JSON values. Finite numbers are unchanged, enums become lower-case names, and
+absent or unspecified values become null."""
 
 import math
 from typing import TYPE_CHECKING, Any

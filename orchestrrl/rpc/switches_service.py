@@ -69,8 +69,8 @@ def drivers_of(settings: Iterable[SwitchSettings], clock: Clock) -> dict[str, Oc
 
 
 class SwitchesService(control_pb2_grpc.SwitchesServicer):
-    """Serves the given switches. `settings` is the configuration from which their drivers were created. The daemon
-    calls `close` when it shuts down."""
+    """The servicer of the given switches. `settings` is the configuration from which their drivers were created. The
+    daemon calls `close` when it shuts down."""
 
     def __init__(
         self, switches: Mapping[str, OcsDriver], executor: CircuitExecutor, settings: Sequence[SwitchSettings] = ()

@@ -1,6 +1,5 @@
 """The Weights service. It sends orders to peers. Trainers use it to publish versions, and operators to inspect, abort
-and install versions.
-"""
+and install versions."""
 
 import asyncio
 import logging

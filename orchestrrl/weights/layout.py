@@ -1,4 +1,4 @@
-"""Compute the byte positions of tensors in a safetensors file, and the byte runs of a shard in these files.
+"""Compute the byte positions of tensors in a safetensors file, and the byte runs of a shard in such files.
 
 A shard is a sequence of tensor boxes in row-major order. In a file, a box is a set of rows at a fixed stride. If a file
 has only a part of a box, the rows of that part are also at a fixed stride in the shard. A shard is described by runs of
@@ -87,8 +87,8 @@ class SourceFile:
 
 class ByteRun(NamedTuple):
     """A run of `times` rows of `length` bytes each. `file` is the index of the file. In the file, the first row begins
-    at `start`, and rows are `stride` bytes apart. In the requested range, the first row begins at `at`, and rows are
-    `period` bytes apart."""
+    at `start`, and rows are `stride` bytes apart. In the shard, or in the range of the shard that was requested, the
+    first row begins at `at`, and rows are `period` bytes apart. Distances are measured between the starts of rows."""
 
     at: int
     file: int

@@ -1,11 +1,11 @@
 """The tokens and response lengths of the simulated engine. They depend only on the prompt, the seed and the weights.
 The functions have no side effects.
 
-The next token depends on all previous tokens and on the seed. A request continued on another engine from its prompt and
-partial response therefore yields exactly the tokens of the undisturbed run, as a real model does under greedy decoding.
-The length of a response also depends on its prompt and seed. The engine derives from a context where its partial
-response starts: the response is the longest suffix that the engine would have generated. Continuing a response
-therefore needs neither a marker nor state.
+The next token depends on all previous tokens and on the seed. A request that is continued on another engine, from its
+prompt and partial response, therefore yields exactly the tokens of an uninterrupted run, as with a real model under
+greedy decoding. The length of a response also depends on its prompt and seed. A context need not state where its
+partial response begins, because the partial response is the longest suffix that the engine would have generated.
+Continuing a response therefore needs neither a marker nor state.
 """
 
 import math
@@ -25,7 +25,7 @@ FIRST_WORD = 260  # ids from here on are words; only words are generated
 
 
 def _mix(value: int) -> int:
-    """Return SplitMix64's finalizer of a value: every output bit depends on every input bit."""
+    """Hash `value` with the finalizer of SplitMix64, so that every output bit depends on every input bit."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
     return value ^ (value >> 31)
@@ -41,10 +41,10 @@ class LengthModel:
     """A distribution of response lengths. Lengths are interpolated log-linearly between quantiles. A Gaussian copula
     correlates the lengths within a group.
 
-    A group consists of requests whose prompts are equal except for the last token. Their seeds may differ. The last
-    token may differ because, under greedy decoding, samples differ only if their prompts differ. `correlation` is the
-    correlation of the normal scores of two members of a group, which is close to the correlation of the logarithms of
-    their lengths.
+    A group consists of requests whose prompts are equal except for the last token. The last tokens differ because,
+    under greedy decoding, requests with equal prompts would have equal responses. The seeds may also differ.
+    `correlation` is the correlation of the normal scores of two members of a group, which is close to the correlation
+    of the logarithms of their lengths.
     """
 
     quantiles: tuple[float, ...]  # strictly ascending from 0 to 1
@@ -138,8 +138,8 @@ class TokenModel:
 
     def prompt_logprobs(self, context: Sequence[int], seed: int = 0) -> list[tuple[float, int, float]]:
         """Return three values for each token except the first: its log-probability, the most likely token at its
-        position, and the log-probability of the most likely token. For generated tokens, these values equal those at
-        their generation."""
+        position, and the log-probability of the most likely token. For a generated token, the values are the same as
+        when the token was generated."""
         seed_hash, words = self.seed_hash(seed), self.vocab_size - FIRST_WORD
         state = _advance(0xCBF29CE484222325, context[0])
         rows = []

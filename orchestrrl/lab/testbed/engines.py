@@ -91,11 +91,12 @@ async def start_vllm(
 ) -> LocalEngine:
     """Serve the model in directory `model` with the vLLM CPU build of `python`'s environment, on loopback, in float32.
 
-    Each of `gpus` is the number of a CPU core. Without `gpus`, the engine is not bound to cores.
+    Each of `gpus` is the number of a CPU core. Without `gpus`, the engine is not bound to cores. The model is served
+    under the directory's name. `arguments` are passed to vLLM.
 
     The call returns after the engine has completed a first request. Raises Permanent, with the end of vLLM's log
-    (`log_dir/name.log`), if vLLM exits or is not ready in time. Raises ProblemFaults if `arguments` or `environment`
-    contradict the layout. The model is served under the directory's name. `arguments` are passed to vLLM.
+    (`log_dir/name.log`), if vLLM exits or is not ready in time. Raises ProblemFaults if no command line can be
+    rendered, for example because `arguments` or `environment` contradict `parallelism`.
     """
     launch = EngineLaunch(
         python=str(python),

@@ -29,9 +29,9 @@ Found = TypeVar("Found")
 
 
 class LabProcess:
-    """A program on this machine, started by `spawn` or `start`. Its output is written to NAME.out in `folder`, its
-    errors to NAME.log, or both to NAME.log with `one_log`. With `takes_input`, `request` writes a line to the program's
-    input and reads the next line of its output.
+    """A program on this machine, started by `spawn` or `start`. Its output is written to NAME.out in `folder`, and its
+    errors to NAME.log. If `one_log` is set, both are written to NAME.log. If `takes_input` is set, `request` writes a
+    line to the program's input and reads the next line of its output.
 
     The program has its own session, so that Ctrl-C in a terminal reaches only the test bed, which then stops its
     processes.
@@ -174,8 +174,9 @@ class LabProcess:
             raise
 
     async def stop(self, grace_s: float = STOP_WITHIN_S) -> int:
-        """Close the process's input, send SIGTERM, and after `grace_s` send SIGKILL to the whole session. Return the
-        exit status. The call has no effect on a process that has ended or was never started."""
+        """Stop the process and return its exit status, or 0 if it was never started. If the process has an input, close
+        it and wait up to `grace_s` for the processes of the session to end. Then send SIGTERM, wait up to `grace_s`
+        again, and send SIGKILL to the whole session."""
         if self._process is None:
             return 0
         try:
@@ -239,7 +240,8 @@ async def until(
     processes: Sequence[LabProcess] = (),
 ) -> Found:
     """Wait until `condition` returns a true value, and return this value. Raises Permanent if one of `processes` ends
-    or the wait exceeds `within_s`. If `processes` has a single process, the error includes the end of its log."""
+    or the wait exceeds `within_s`. If `processes` has a single process, the error includes the end of its log.
+    Otherwise, the error after `within_s` begins with `what`, a description of the condition."""
     deadline_s = time.monotonic() + within_s
     while True:
         over = [process for process in processes if not process.running]

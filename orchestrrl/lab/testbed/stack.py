@@ -109,8 +109,8 @@ class Stack:
         return [*words, *engine_flags("--engine", engines)]
 
     async def run(self, *words: str) -> str:
-        """Run an `orchestrrl` command with this daemon's address and return its output. Raises Permanent if the command
-        prints nothing."""
+        """Run an `orchestrrl` command with the address of the stack's daemon, and return the command's output. Raises
+        Permanent if the command prints nothing."""
         command = command_of(*words, "--daemon", self.daemon_address)
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)

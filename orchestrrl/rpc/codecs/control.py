@@ -282,8 +282,8 @@ def redeployment_to_pb(report: RedeploymentReport, *, steps: bool = True) -> pb.
 
 
 def notable_to_pb(report: RedeploymentReport | None) -> pb.RedeploymentReport | None:
-    """Convert the report if the redeployment is running or has left engines missing, so that the fleet's status must
-    show it. Otherwise, return None."""
+    """Convert the report of a redeployment that the fleet's status must show, because it is running or has left engines
+    missing. Return None for any other redeployment, or if `report` is None."""
     if report is None or report.state not in (OperationState.RUNNING, OperationState.DEGRADED):
         return None
     return redeployment_to_pb(report)

@@ -1,4 +1,4 @@
-"""Convert the fabric's state and reports, and the orders to hosts that report slack windows, to messages."""
+"""Convert the fabric's state and reports to messages. Also convert the orders to hosts that report slack windows."""
 
 from collections import Counter
 from collections.abc import Mapping

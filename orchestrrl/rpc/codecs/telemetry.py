@@ -1,6 +1,5 @@
 """Convert reports of agents and gateways to messages and back. Texts from engines, clients and errors are shortened to
-fit into a message.
-"""
+fit into a message."""
 
 from orchestrrl.core.errors import cut
 from orchestrrl.core.nodes import GatewayEngine

@@ -3,9 +3,9 @@
 The ranks keep a version in pinned memory, broadcast it among themselves, and pass it to the workers on their GPUs by
 CUDA IPC. Ranks publish with `torch.distributed` initialized, one rank per GPU. `options["engines"]` lists the servers
 on the ranks' GPUs, sorted by rank, such as `e0,e1`. Servers are started with
-`--worker-extension-cls checkpoint_engine.worker.VllmColocateWorkerExtension`. Before the fence, each rank registers
-some of the tensors, each as a whole. While requests are paused, `ParameterServer.update` on the ranks requests calls to
-each server's workers, which go through the daemon and the server's peer.
+`--worker-extension-cls checkpoint_engine.worker.VllmColocateWorkerExtension`. Before the fence, each rank registers its
+share of the tensors, without splitting any tensor. While requests are paused, the ranks run `ParameterServer.update`.
+Its calls to the workers of each server go through the daemon and the server's peer.
 
 This backend follows the source of checkpoint-engine 0.3 (`ps.py`, `worker.py`, `api.py`). It has been tested only with
 a fake of that interface, never with the package itself, which needs CUDA.
@@ -141,7 +141,8 @@ class CheckpointEngineBackend:
 
 
 class RankShares:
-    """The sender of one rank. It registers every `world`-th tensor as a whole. `server` is a ParameterServer."""
+    """The sender of one rank. It registers every `world`-th tensor, where `world` is the number of ranks. No tensor is
+    split. `server` is a ParameterServer."""
 
     def __init__(self, server: Any, model: Any, options: SenderOptions) -> None:
         self._server = server

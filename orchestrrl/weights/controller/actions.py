@@ -89,8 +89,8 @@ class FleetFence(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BroughtUp:
-    """The network after the circuits of a sync were brought up. `notes` lists the circuits' deviations from the plan,
-    with causes. If it is empty, the plan is valid."""
+    """The network after the circuits of a sync were brought up. `notes` lists each deviation of the circuits from the
+    plan, with its cause. If there are no deviations, the plan is valid."""
 
     network: SyncNetwork
     notes: tuple[str, ...] = ()
@@ -106,8 +106,8 @@ class SyncCircuits(Protocol):
     async def bring_up(
         self, sync_id: str, planned: PlannedSync, on_phase: OnPhase, *, still: bool = False
     ) -> BroughtUp:
-        """Bring up the circuits of a plan, and return the resulting network. `still` is set if the trainer sends no
-        traffic during this call."""
+        """Bring up the circuits of a plan, and return the resulting network. `on_phase` is called when a phase of this
+        work begins. `still` is set if the trainer sends no traffic during this call."""
         ...
 
     async def tear_down(self, sync_id: str) -> tuple[str, ...]:

@@ -1,9 +1,9 @@
 """Advise on a slow weight sync, with one sentence for each phase that takes significant time. The functions have no
 side effects.
 
-The transfer is rarely the bottleneck: in one analysed sync, 227 of 231 s were an unnecessary offload. Other phases are
-therefore listed first, if they take longer than the transfer or a large share of the total. The advice on a transfer
-that is slower than planned comes last and names the edge or peer that causes the delay.
+The transfer is rarely the bottleneck: in one analysed sync, an unnecessary offload took 227 of 231 s. Other phases are
+therefore listed first, if they take longer than the transfer or account for a large share of the total. The advice on a
+transfer that is slower than planned comes last and names the edge or peer that causes the delay.
 """
 
 from collections import Counter

@@ -38,9 +38,9 @@ READ_WITHIN_S = 600.0  # limit for one read of all bytes
 
 
 class TreeTransfer:
-    """Carries the bytes of one published version to peers, in one or more attempts. `still` is set if the trainer sends
-    no other traffic during the transfer. `is_up` is set if an earlier daemon may have brought up circuits for the
-    sync."""
+    """The transfer of the bytes of one published version to peers, in one or more attempts. `still` is set if the
+    trainer sends no other traffic during the transfer. `is_up` is set if an earlier daemon may have brought up circuits
+    for the sync."""
 
     def __init__(
         self, acts: SyncActions, record: SyncRecord, publications: Sequence[Publication], *, still: bool, is_up: bool

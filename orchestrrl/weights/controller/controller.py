@@ -288,8 +288,8 @@ class WeightSync:
         return waiting if self._collecting is None else [*waiting, self._collecting[1]]
 
     def install_now(self, sync_id: str, reason: str) -> SyncReport:
-        """Install the prepared version without waiting for the next pause; return the sync's report. If `sync_id` is
-        empty, it means the running sync. Raises Permanent if the sync is not running or its version is not prepared."""
+        """Install the prepared version without waiting for the next pause; return the sync's report. An empty `sync_id`
+        refers to the running sync. Raises Permanent if the sync is not running or its version is not prepared."""
         run = self._running
         if run is None or (sync_id and run.sync_record.id != sync_id):
             raise Permanent(
@@ -303,10 +303,11 @@ class WeightSync:
     # --- called by the pause barrier and the balancer
 
     async def before_resume(self, until_s: float, told: int | None = None) -> tuple[int | None, tuple[EngineId, ...]]:
-        """Return the version with which another holder of the pause barrier opens it, and the engines without that
-        version. A version that waits for a pause is installed first if this is possible by `until_s`. `told` is the
-        version that the holder reports for the engines. If `told` is a version that this controller syncs, raises
-        Permanent if the version could not be installed, and Retryable if the sync is still running."""
+        """Return the version that the holder of the pause barrier must report when it opens the barrier, and the
+        engines without that version. The holder is not a weight sync. A version that waits for a pause is installed
+        first if this is possible by `until_s`. `told` is the version that the holder reports for the engines. If `told`
+        is a version that this controller syncs, raises Permanent if the version could not be installed, and Retryable
+        if the sync is still running."""
         fence, run = self._acts.fence, self._running
         lease = fence.state.lease
         if lease is None or lease.holder.startswith(HOLDER):

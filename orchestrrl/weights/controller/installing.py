@@ -38,7 +38,8 @@ class BorrowedPause:
 
 
 class Installing:
-    """Installs one version into engines, from their hosts' folders or, if `direct` is given, from the trainer."""
+    """The installation of one version into engines, from their hosts' folders or, if `direct` is given, from the
+    trainer."""
 
     def __init__(
         self, acts: SyncActions, record: SyncRecord, publications: Sequence[Publication], direct: DirectTransfer | None
@@ -341,8 +342,9 @@ class Installing:
     def _report_committed(
         self, committed: CommittedVersion, good: Collection[EngineId], bad: Collection[EngineId]
     ) -> None:
-        """Report the fleet's version to the pause barrier for all engines that have it, because the barrier has
-        discarded it if the lease expired. The versions of the engines in `bad` are reported as unknown."""
+        """Report the fleet's version to the pause barrier for all engines that have it. This is necessary because the
+        barrier discards all versions if the lease expires while weights are being changed. The versions of the engines
+        in `bad` are reported as unknown."""
         acts, known, state = self._acts, self._acts.engines(), self._acts.fence.state
         if bad:
             acts.fence.forget(bad, "the previous weights could not be restored")
@@ -352,8 +354,8 @@ class Installing:
             acts.fence.set_version(sorted(unknown), committed.version, "have the previous weights")
 
     def _report_as_before(self, reported: Mapping[EngineId, int]) -> None:
-        """Report to the pause barrier again the versions that unchanged engines had before the sync. No version is
-        committed in this case, so these versions do not come from a weight sync."""
+        """Report to the pause barrier the versions that unchanged engines had before the sync, if the barrier has
+        discarded them. No version is committed in this case, so these versions do not come from a weight sync."""
         acts = self._acts
         unknown = {e: v for e, v in reported.items() if e not in acts.fence.state.versions and e not in acts.stale}
         for version in sorted(set(unknown.values())):
@@ -374,8 +376,8 @@ class Installing:
         return True
 
     async def _let_run(self, engines: Collection[EngineId]) -> None:
-        """Have peers resume the engines if the pause barrier is open. If there is no gateway, peers have paused the
-        engines."""
+        """Have peers resume the engines if the pause barrier is open. This is necessary because, if there is no
+        gateway, peers have paused the engines."""
         acts = self._acts
         if not acts.is_closed:
             failed = await acts.try_each(engines, lambda engine: acts.rest(engine, at_rest=False))

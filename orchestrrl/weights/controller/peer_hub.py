@@ -110,7 +110,7 @@ class PeerHub:
 
     def engines_of(self, peers: Iterable[PeerId]) -> list[EngineId]:
         """Return the engines that load bytes from the hosts of these peers. An engine with ranks on several hosts is
-        included if one of these hosts has some of its ranks."""
+        included if at least one of its ranks runs on the host of one of these peers."""
         known = [self.peers[peer].peer for peer in peers if peer in self.peers]
         return [engine for peer in known for engine in (*(each.engine for each in peer.engines), *peer.ranks_of)]
 
@@ -159,8 +159,8 @@ class PeerHub:
         self, peer: PeerId, order: Order, within_s: float, patience_s: float | None = None
     ) -> PeerResult:
         """Send an order to a peer and wait up to `within_s` for its result; return the result. If the peer is detached,
-        the order waits up to `patience_s` for it to attach. Raises Retryable if the order was not sent, and
-        OutcomeUnknown if it was sent but no result arrived."""
+        the order waits up to `patience_s` for it to attach. If `patience_s` is None, the hub's own `patience_s`
+        applies. Raises Retryable if the order was not sent, and OutcomeUnknown if it was sent but no result arrived."""
         if peer not in self.peers:
             raise Retryable(f"peer {peer} is not attached", REATTACH_S)
         id = f"w{self._generation}-{next(self._numbers)}"

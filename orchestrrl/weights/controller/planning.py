@@ -103,9 +103,9 @@ def plan_repair(
 ) -> PlannedSync:
     """Plan the transfer of the bytes of a version that `receivers` lack. `held` has the bytes that each peer already
     stores. `fleet` is the map of the fleet's version, or of a version that an earlier attempt has brought to some
-    peers. Only `receivers` are ordered to open the version. Raises ProblemFaults if a peer is not attached or unknown
-    to the network. Raises Unreachable if no peer stores a missing byte range or the network has no path to a
-    receiver."""
+    peers. Only `receivers` are ordered to open the version. Raises ProblemFaults if a peer is not attached or the
+    network does not contain it. Raises Unreachable if no peer stores a missing byte range or the network has no path to
+    a receiver."""
     known = {peer.id: peer for peer in peers}
     faults = [f"receivers: must be attached, got {peer!r}" for peer in sorted(receivers) if peer not in known]
     faults += _unknown_peers((), known, network)

@@ -1,5 +1,5 @@
-"""Profile a weight sync: the time of each phase, the critical path, and the ratio of the transfer time to the plan's
-estimate and to the lower bound.
+"""Profile a weight sync: the time of each phase, the critical path, and the ratios of the transfer time to the plan's
+estimate and to the lower bound on this time.
 
 The functions have no side effects. advice.py derives advice from a profile.
 """
@@ -134,8 +134,8 @@ def profile(report: SyncReport, now_s: float | None = None) -> SyncProfile:
 
 def critical_path(phases: Sequence[PhaseTime], end_s: float) -> tuple[PhaseStretch, ...]:
     """Return the segments of the critical path from the start of the first phase to `end_s`. The path is built
-    backwards from `end_s`. Each step adds the phase that ended last before the current time and continues at the start
-    of that phase. Of phases that ended at the same time, the phase that began last is taken."""
+    backwards from `end_s`. Each step adds the phase that ended last before the time reached so far, and continues at
+    the start of that phase. Of phases that ended at the same time, the phase that began last is taken."""
     runs = [(took.phase, took.began_s, _until_s(took, end_s)) for took in phases]
     runs = [run for run in runs if run[2] > run[1]]
     path: list[PhaseStretch] = []

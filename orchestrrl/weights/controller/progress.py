@@ -143,7 +143,8 @@ class SyncProgress:
         return frozenset(self._blamed.get(peer, ()))
 
     def lacking(self, peer: PeerId) -> dict[str, tuple[Range, ...]]:
-        """Return the missing ranges of each shard that the peer stores or receives, keyed by shard."""
+        """Return the peer's missing ranges, keyed by shard. Each shard that the peer stores or receives has an entry,
+        which is empty if no range of the shard is missing."""
         if peer in self._shards:
             own = self.missing.get(peer, {})
             return {shard: own[shard].ranges if shard in own else () for shard in self._shards[peer]}

@@ -38,8 +38,8 @@ class _Tried:
 
 
 class EngineRepairs:
-    """Repairs engines without the fleet's version. `carrying` is the transfer of the running repair. The controller
-    forwards peers' reports to this transfer."""
+    """The repairs of engines without the fleet's version. `carrying` is the transfer of the running repair. The
+    controller forwards peers' reports to this transfer."""
 
     def __init__(self, acts: SyncActions) -> None:
         self.carrying: Carrying | None = None

@@ -25,8 +25,8 @@ OVER = frozenset({SyncState.DONE, SyncState.ABORTED, SyncState.SUPERSEDED})
 
 
 class SyncPhase(StrEnum):
-    """The phases of a sync, in chronological order. The first two phases run in the trainer. The transfer phases A and
-    B overlap, so the time of B is measured from the end of A."""
+    """The phases of a sync, in chronological order. The first two phases run in the trainer. `PHASE_A` and `PHASE_B`
+    overlap, so the time of `PHASE_B` is measured from the end of `PHASE_A`."""
 
     OFFLOAD = "offload"  # copy from the trainer's devices to its host
     GATHER = "gather"  # assemble the trainer's shards in the engines' layout

@@ -45,9 +45,9 @@ def served(
     *,
     gone: Collection[EngineId] | None = None,
 ) -> AssignedEngines:
-    """Return the assignment of engines to peers. A peer that detached less than `patience_s` ago keeps its engines. If
-    `gone` is given, every peer also keeps its current engines that are in neither `engines` nor `gone`. Has no side
-    effects."""
+    """Return the assignment of engines to peers. A peer that detached less than `patience_s` ago keeps its engines. A
+    peer's engine that is missing in `engines` is no longer assigned to the peer. If `gone` is given, this applies only
+    to engines in `gone`, and peers keep their other missing engines. Has no side effects."""
     there = {
         id: state for id, state in sorted(peers.items()) if state.attached or now_s - state.last_report_s < patience_s
     }
@@ -99,7 +99,7 @@ def _what_to_do(engine: EngineId, url: str) -> str:
 
 
 class PeerAssignments:
-    """Sends the peers of one daemon their assignments. The caller runs `run` in a task."""
+    """The component that sends the peers of one daemon their assignments. The caller runs `run` in a task."""
 
     def __init__(
         self, hub: PeerHub, clock: Clock, patience_s: float, engines: Callable[[], Mapping[EngineId, EngineNow]]

@@ -88,8 +88,8 @@ class CommittedVersion:
 
 @dataclass(frozen=True, slots=True)
 class FleetWeights:
-    """The fleet's committed version, or None if no version is committed. In the latter case, `spoilt` has the engines
-    that may no longer have their initial weights, with reasons."""
+    """The state of the fleet's weights. `committed` is the fleet's version, or None if no version is committed. In the
+    latter case, `spoilt` has the engines that may no longer have their initial weights, with reasons."""
 
     committed: CommittedVersion | None = None
     spoilt: Mapping[EngineId, str] = field(default_factory=dict)

@@ -91,8 +91,8 @@ class AdmissionLimits:
     rebalance_share: float = 0.0  # share of the time until the end that moving requests alone must gain
 
     def least_gain_s(self, decision: str, current_s: float) -> float:
-        """Return the minimum gain, in seconds, that a change must have if the step would otherwise end after
-        `current_s`."""
+        """Return the minimum gain, in seconds, that a change of kind `decision` must have. Without the change, the step
+        would end after `current_s`."""
         return max(self.epsilon_s, self.rebalance_share * current_s) if decision == "rebalance" else self.epsilon_s
 
 
@@ -103,9 +103,8 @@ def judge(proposal: PlanProposal, limits: AdmissionLimits, mode: Mode, control: 
     Codes of Hold, in the order of the checks: nothing_to_do, stale_telemetry, the code of `underway`, pinned,
     no_step_times, infeasible, already_deployed, no_baseline, gain_too_small, gain_unsure, better_later, cooldown, the
     code of `blocked`, advise_only. Codes of Act: gain, overridden. The checks for pins, cooldown and `blocked` do not
-    apply to a rebalance, because moving requests leaves the deployment unchanged. An override is carried out even if no
-    requests are in flight. It skips the checks from no_baseline to cooldown, but never the checks that protect the
-    fleet.
+    apply to a rebalance, because moving requests leaves the deployment unchanged. An override skips the check
+    nothing_to_do and the checks from no_baseline to cooldown. All other checks apply to it.
     """
     control = control.at(proposal.now_s)
     overridden = control.state is ControlState.OVERRIDDEN and proposal.reconfigures

@@ -1,10 +1,11 @@
 """Data types of weight sync: peers, versions, and the parts of a version that a peer stores. The types do not need
 torch.
 
-A version is a list of tensors with the names of Hugging Face checkpoints, which engines load. Every host stores a
-version in safetensors files of whole tensors in order of names. A part that the host does not store is a hole in the
-sparse file. A shard is the unit of transfer: boxes of tensors, one after the other in row-major order, as determined by
-`planner.sync_tree.reshard`. A shard has a checksum (xxh3_64) for each block of `block_bytes`.
+A version is a list of tensors. They have the names of Hugging Face checkpoints, because engines load tensors by these
+names. Every host stores a version in safetensors files of whole tensors, sorted by name. If a host does not store a
+part of a tensor, that part is a hole in the sparse file. A shard is the unit of transfer. It consists of boxes of
+tensors, one after the other, each in row-major order. `planner.sync_tree.reshard` determines the boxes. A shard has a
+checksum (xxh3_64) for each block of `block_bytes`.
 """
 
 import ipaddress
@@ -189,8 +190,9 @@ class PeerLocation:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The description of a peer, a process that stores weights on one host for a trainer or for engines. The peer sends
-    it when it attaches and when its state changes. `share` is the part of each version that the host's engines load."""
+    """A description of a peer, which is a process that stores weights on one host for a trainer or for engines. The
+    peer sends this description when it attaches and when its state changes. `share` is the part of each version that
+    the host's engines load."""
 
     id: Annotated[PeerId, Field(min_length=1, max_length=1024), AfterValidator(_printable)]
     role: PeerRole

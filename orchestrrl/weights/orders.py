@@ -1,9 +1,9 @@
 """Data types of the orders from the daemon to peers and of the reports from peers to the daemon.
 
-A peer carries out an order with a given id only once, and answers a repeated order with the stored result. It rejects
-orders of a generation older than the newest that it has seen. Every order is idempotent, so a restarted daemon sends
-new orders instead of querying the results of old orders. A deadline is a time on the receiver's clock;
-`PeerOrder.by_clock` converts it from the daemon's clock to the peer's.
+A peer carries out an order with a given id only once, and answers a repeated order with the stored result. Each start
+of the daemon begins a new generation. A peer rejects orders of a generation older than the newest that it has seen.
+Every order is idempotent, so a restarted daemon sends new orders instead of querying the results of old orders. A
+deadline is a time on the receiver's clock; `PeerOrder.by_clock` converts it from the daemon's clock to the peer's.
 """
 
 from collections.abc import Mapping
@@ -32,8 +32,8 @@ class CarryEdge(PeerFlow):
 class OpenVersion:
     """An order to open a version on the peer. The version is either read from parts that trainers staged on the peer's
     host, or received from other peers. Stored bytes are kept. `at_home` lists the shards that engines of this host need
-    and that the host's parts or received file already have. No peer sends these shards. Their bytes are copied from the
-    parts into the received file."""
+    and whose bytes the host already has, so that no other peer sends them. If these bytes are only in staged parts,
+    they are copied into the received file."""
 
     map: VersionMap
     parts: tuple[StagedPart, ...] = ()
@@ -74,8 +74,8 @@ class EndEdges:
 
 @dataclass(frozen=True, slots=True)
 class CheckVersion:
-    """An order to compare the stored bytes of a version with their checksums. Blocks with other checksums are reported
-    as missing."""
+    """An order to compare the stored bytes of a version with their checksums. Blocks that do not match their checksums
+    are reported as missing."""
 
     version: int
     kind: Literal["check"] = "check"
@@ -85,8 +85,7 @@ class CheckVersion:
 class InstallVersion:
     """An order to load the version into the engine, unless `valid_until_s` has passed. The engine is paused for the
     installation and then returns to its previous state. If the engine already reports the version, the order has no
-    effect. `anew` forces the installation nevertheless, because another program may have changed the weights in the
-    meantime."""
+    effect, unless `anew` is set. It is set if another program may have changed the engine's weights."""
 
     version: int
     engine: EngineId

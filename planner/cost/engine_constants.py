@@ -1,10 +1,10 @@
 """Constants of inference engines, with priors: efficiencies relative to the hardware, and fixed times.
 
-All models share one set of constants. Examples are the efficiency of kernels relative to the data sheet and the latency
-of an all-reduce. The constants of an engine are those of TensorRT-LLM, with factors on five of them. Every constant has
-a prior, which consists of a generally known value and the factor by which this value may plausibly be wrong.
-`fitted.py` contains the fitted values: one set fitted on all models, and one set for each model that is left out of the
-fit.
+Examples are the efficiency of kernels relative to the data sheet and the latency of an all-reduce. All models share one
+set of constants. TensorRT-LLM is the reference: vLLM and SGLang have the same constants, of which five are multiplied
+by a factor of the engine. Every constant has a prior, which consists of a generally known value and the factor by which
+this value may plausibly be wrong. `fitted.py` contains the fitted values: one set fitted on all models, and one set for
+each model that is left out of the fit.
 """
 
 from collections.abc import Mapping

@@ -81,8 +81,8 @@ def fit_step(
     prefilled_tokens: Sequence[float] = (),
     robust: bool = True,
 ) -> StepFit:
-    """Fit a step time to the samples. The fit is affine if its cross-validated error is then at most `line_is_enough`.
-    Otherwise it may be piecewise linear in the number of sequences.
+    """Fit a step time to the samples. The fit is affine if the cross-validated error of an affine fit is at most
+    `line_is_enough`. Otherwise it may be piecewise linear in the number of sequences.
 
     `prefilled_tokens` has, for each sample, the mean number of tokens that a step prefilled in addition to decoding. If
     `robust` is False, outliers keep their full weight. Raises TooFewSamples if there are fewer than 3 samples (4 with
@@ -121,8 +121,9 @@ def fit_curve(seen: Sequence[TimedSample], line_is_enough: float = LINE_IS_ENOUG
 def fit_rate(seen: Sequence[TimedSample]) -> tuple[float, FitError]:
     """Fit a rate, in units of size per second, and a fixed time per sample; return the rate and the error of the fit.
 
-    If the time hardly depends on the size, the rate is limited to the highest rate that can be distinguished given the
-    variation of the times. Raises TooFewSamples if all samples have the same size.
+    If the time hardly depends on the size, the variation of the times hides the true rate. The result is then limited
+    to the highest rate that can be measured despite this variation. Raises TooFewSamples if all samples have the same
+    size.
     """
     if len({item.size for item in seen}) < 2:
         raise TooFewSamples(f"a rate requires at least two sizes, got {sorted({item.size for item in seen})}")
@@ -245,7 +246,8 @@ def _fit(
 
 
 def _nonnegative(relative: Floats, weights: Floats, believed: Floats, trust: float) -> Floats:
-    """Return the weighted least-squares coefficients, all >= 0. Columns are first scaled to equal size."""
+    """Return the weighted least-squares coefficients, all >= 0. The expected coefficients `believed` have the weight of
+    `trust` samples. Columns are first scaled to equal size."""
     root = np.sqrt(weights)
     size = np.maximum(np.abs(relative).max(axis=0), 1e-300)
     rows, target = [relative / size * root[:, None]], [root]

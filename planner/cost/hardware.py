@@ -35,14 +35,14 @@ class GpuModel:
                 raise ValueError(f"{figure} must be > 0, got {getattr(self, figure)}")
 
     def multiplies(self, weight_bits: float) -> bool:
-        """Return whether `weight_bits` is below 16 and the GPU has tensor cores for weights and activations of that
-        format."""
+        """Return whether `weight_bits` is below 16 and the GPU has tensor cores that multiply weights and activations
+        of this width."""
         peak = self.fp4_flops if weight_bits < 8 else self.fp8_flops
         return weight_bits < 16 and peak > 0
 
     def flops_per_s(self, weight_bits: float) -> float:
-        """Return the peak rate, in FLOPS, for weights of `weight_bits`. If no tensor cores support such weights, this
-        is the 16-bit rate."""
+        """Return the peak rate, in FLOPS, for weights of `weight_bits` bits. If the GPU has no tensor cores for such
+        weights, return the 16-bit rate."""
         if not self.multiplies(weight_bits):
             return self.bf16_flops
         return self.fp4_flops if weight_bits < 8 else self.fp8_flops

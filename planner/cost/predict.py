@@ -1,9 +1,12 @@
-"""Predict engine profiles from constants of model, GPU and engine, without measurements. Has no side effects.
+"""Predict the profiles of engines, without measurements, from the constants of the model, the GPU and the engine. Has
+no side effects.
 
 Under data-parallel attention, each replica decodes its share of the sequences, and all replicas together hold the
-experts. Under AFD (attention and FFN on separate GPUs), micro-batches alternate between the two sides. A layer takes as
-long as the slowest of the two sides and the links needs for all micro-batches, or as long as the round trip of one
-micro-batch if that is longer. With few sequences the round trip dominates, which makes AFD slow in the tail.
+experts. Under AFD (attention and FFN on separate GPUs), micro-batches alternate between the two sides. For one
+micro-batch, a layer needs some time on the attention GPUs, on the FFN GPUs and on the links. The duration of a layer is
+the longest of these three times, multiplied by the number of micro-batches. If the round trip of one micro-batch is
+longer than that, it is the duration of the layer instead. With few sequences the round trip dominates, which makes AFD
+slow in the tail.
 """
 
 from collections.abc import Sequence

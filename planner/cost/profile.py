@@ -1,4 +1,5 @@
-"""Cost profiles of engines: decode step time, prefill, KV capacity, starts and moves, with their provenance.
+"""Cost profiles of engines: the times of decode steps, prefills and engine starts, the KV capacity, and the costs of
+moving requests, with their provenance.
 
 Curves are stored as measured. The makespan solver requires step times that are affine in sequences and KV tokens.
 `EngineProfile.configuration` fits such a step time over a range of batch sizes.
@@ -139,8 +140,8 @@ def straight_line(curve: Curve) -> tuple[float, float] | None:
 
 
 def affine_fit(curve: Curve, low: float, high: float, points: int = 33) -> tuple[float, float]:
-    """Return the intercept and the slope, both >= 0, of the line with the least squared relative error over
-    `low..high`.
+    """Return the intercept and the slope, both >= 0, of the line with the least squared relative error, summed over
+    `points` sizes between `low` and `high`.
 
     If the curve is itself a line with intercept and slope >= 0, these are returned unchanged.
     """
@@ -181,13 +182,13 @@ class MoveCosts:
         return (xs[-1] - xs[-2]) * 8 / (ys[-1] - ys[-2]) / 1e9 if rises else 0.0
 
     def rebuilt_tokens(self) -> Curve | None:
-        """Return the equivalent prefill length as a curve over context tokens; None if the recompute time ignores the
-        size.
+        """Return the prefill length that is equivalent to recomputing a context, as a curve over the context's tokens.
+        Return None if the recompute time does not depend on the number of tokens.
 
-        The equivalent length of a context is the number of tokens that an engine prefills in the same time in prompts
-        of `USUAL_PROMPT_TOKENS` tokens. Attention makes long contexts more expensive than an engine's prefill rate
-        suggests. The fixed time of each move is excluded, because requests that move together wait for it at the same
-        time.
+        The equivalent length is the number of tokens that an engine prefills in the same time if each prompt has
+        `USUAL_PROMPT_TOKENS` tokens. It is needed because attention makes a long context more expensive to prefill than
+        the engine's prefill rate suggests. The fixed time of a move is excluded, because requests that move together
+        wait for it at the same time.
         """
         first_s = self.recompute_s.at(0.0)
         usual_s = (self.recompute_s.at(USUAL_PROMPT_TOKENS) - first_s) / USUAL_PROMPT_TOKENS

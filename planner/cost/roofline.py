@@ -1,5 +1,5 @@
-"""Calculate step times from constants of GPU, model and engine: the time to read, multiply and send data. Has no side
-effects.
+"""Calculate step times from the constants of the GPU, the model and the engine: the times to read, multiply and send
+data. Has no side effects.
 
 `work_of` returns the work of a decode iteration and of a prefill on the busiest GPU, in seconds at the data sheet's
 rates. `decode_s` and `prefill_s` apply an engine's constants to this work. They also accept arrays, because the fit
@@ -35,10 +35,10 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class IterationWork:
-    """The work of a decode iteration over `sequences`, and of the prefill of a prompt. Times are in seconds at peak
-    rates.
+    """The work of one decode iteration of an attention replica that runs `sequences` sequences, and of the prefill of a
+    prompt. Times are in seconds at peak rates.
 
-    Each field is a single value, or an array with one value per row.
+    Each field is a single value, or an array with one value per row of the fit.
     """
 
     sequences: Numbers  # decoded by one attention replica
@@ -68,7 +68,8 @@ Row = TypeVar("Row", IterationWork, EngineConstants)
 
 
 def stacked(rows: Sequence[Row]) -> Row:
-    """Return a single row whose fields are arrays over `rows`."""
+    """Return one object of the same type as `rows`. Each of its fields is an array of the values of that field in
+    `rows`."""
     columns = {
         field.name: np.array([getattr(row, field.name) for row in rows], dtype=np.float64) for field in fields(rows[0])
     }
@@ -121,8 +122,8 @@ def work_of(
 
 
 def link_bytes_per_s(gpu: GpuModel, gpus: int) -> float:
-    """Return the rate per GPU and direction of a collective among `gpus` GPUs: that of NVLink inside a node, otherwise
-    that of the network."""
+    """Return the rate per GPU and direction of a collective among `gpus` GPUs. This is the rate of NVLink if all GPUs
+    fit in one node, and otherwise the rate of the network."""
     return gpu.nvlink_bytes_per_s if gpus <= gpu.per_node else gpu.nic_bytes_per_s
 
 
@@ -267,10 +268,11 @@ def tpot_s(
     prompt_tokens: Numbers,
     output_tokens: Numbers,
 ) -> NDArray[np.float64]:
-    """Return the mean time in seconds per output token of a closed loop, including the prefills of other requests.
+    """Return the mean time, in seconds, per output token of a closed loop, including the prefills of other requests.
 
     While a request decodes, it is delayed by one prefill of every other request, except those that are prefilled
-    together with it. `context_tokens` is the context that each sequence reads, at half of its output.
+    together with it. `context_tokens` is the number of context tokens that each sequence reads in an iteration, taken
+    at the time when the sequence has generated half of its output.
     """
     own = decode_s(work, constants) + kv_s_per_token(work, constants) * context_tokens * work.sequences
     met = constants.prefill_share * np.maximum(0.0, work.sequences - constants.lockstep_sequences)
@@ -278,7 +280,8 @@ def tpot_s(
 
 
 def attended_tokens(model: Model, load: ClosedLoop) -> float:
-    """Return the number of tokens to which a sequence attends at half of its output, averaged over the layers."""
+    """Return the number of tokens to which a sequence attends when it has generated half of its output, averaged over
+    the layers."""
     context = load.prompt_tokens + load.output_tokens / 2
     if not model.window_tokens:
         return context

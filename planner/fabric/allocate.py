@@ -68,8 +68,9 @@ def allocate(problem: AllocationProblem, *, bipartite: bool = False) -> Allocati
     slower.
 
     Of the allocations found, the result has the most pairs, then the shortest completion time, then the most bytes. Set
-    `bipartite` for demand between two sides with hot endpoints. The utilisation-aware tie-break is then tried as well,
-    and bytes come first in the ranking. The search is deterministic, and its amount of work is limited.
+    `bipartite` if traffic flows between two groups of endpoints, some of which have much more traffic than others. In
+    that case, the utilisation-aware tie-break is tried as well, and the number of bytes is compared first. The search
+    is deterministic, and its amount of work is limited.
     """
     demanded, barred = _demanded(problem)
     circuits: Mapping[int, int] = by_bottleneck(demanded)

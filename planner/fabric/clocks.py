@@ -55,8 +55,8 @@ class ClockOffset:
 
 @dataclass(slots=True)
 class OffsetEstimator:
-    """Estimates the clock offset of one host. If an exchange contradicts earlier exchanges, one of the clocks was set,
-    so the earlier exchanges are dropped."""
+    """An estimator of the clock offset of one host. If an exchange contradicts earlier exchanges, one of the clocks was
+    set, so the earlier exchanges are dropped."""
 
     _recent: deque[ClockExchange] = field(default_factory=lambda: deque(maxlen=EXCHANGES))
     _edges: tuple[float, float] | None = None  # their intersection when the newest reply arrived

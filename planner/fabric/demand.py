@@ -183,7 +183,7 @@ def flows_of(intent: Intent, site: Site, failures: FabricFailures) -> IntentFlow
 
 
 class _Tally:
-    """Counts bytes by the level of the network that carries them."""
+    """A counter of the bytes that each level of the network carries."""
 
     def __init__(self, placement: RankPlacement) -> None:
         self._placement = placement

@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 
 class ThreadedCarrier:
-    """Runs the edges of the peer `me`. `report` is called from the edges' threads. `now_s` returns the Unix time for
-    events."""
+    """The threads that run the edges of the peer `me`. `report` is called from these threads. `now_s` returns the Unix
+    time for events."""
 
     def __init__(
         self,

@@ -113,8 +113,8 @@ def _file_system(folder: Path) -> str:
 
 
 def _memory_left() -> list[int]:
-    """Return the available memory of the machine in bytes. If the container has a memory limit, also return the
-    available memory of the container. If neither is known, return a very large number."""
+    """Return the available memory of the machine in bytes, followed by that of the container if the container has a
+    memory limit. Values that cannot be determined are omitted. If neither is known, return one very large number."""
     left = []
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():

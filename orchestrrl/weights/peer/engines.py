@@ -90,8 +90,8 @@ class PeerEngines:
             await self._clock.sleep(interval_s)
 
     async def refresh(self) -> None:
-        """Query the version of each engine. An engine that does not answer keeps its last known version. If the engine
-        has been restarted, its next response shows this."""
+        """Query the version of each engine. An engine that does not answer keeps its last known version until it
+        answers again, even if it has been restarted in the meantime."""
         await asyncio.gather(*(self._refresh(name, own) for name, own in self._own.items()))
 
     async def install(
@@ -135,9 +135,9 @@ class PeerEngines:
             return tuple(await weights_engine(own.engine).continue_greedily(prompt_ids, tokens))
 
     async def rest(self, name: EngineId, at_rest: bool, drain_s: float = 0.0, *, ends: bool = False) -> str:
-        """Pause an engine and drop its KV cache, or resume the engine; return a message that contains the new state.
-        Running requests may finish within `drain_s`; if they do not, the engine continues and Retryable is raised.
-        `ends` aborts running requests instead."""
+        """If `at_rest` is True, pause an engine and drop its KV cache; otherwise resume it. Return a message that
+        contains the new state. Running requests may finish within `drain_s`; if they do not, the engine continues and
+        Retryable is raised. If `ends` is True, running requests are aborted at once."""
         own = self._one(name)
         async with own.at_work:
             if not at_rest:

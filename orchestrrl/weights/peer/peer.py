@@ -185,14 +185,15 @@ class PeerLink:
                 self._outbox.put(None)
 
     def _message(self, news: PeerNews | None) -> pb.PeerMessage:
-        """Return the message for a report, with the current time as its time stamp. If `news` is None, the message has
-        only the time stamp."""
+        """Return the message that contains a report and the current time as its timestamp. If `news` is None, the
+        message contains only the timestamp."""
         text = "" if news is None else NEWS.dump_json(news).decode()
         return pb.PeerMessage(news_json=text, sent_unix_s=self._clock.now_s())
 
 
 class PeerOrders:
-    """Carries out the daemon's orders. An order that takes long runs concurrently with other orders."""
+    """The part of the peer that carries out the daemon's orders. An order that takes long runs concurrently with other
+    orders."""
 
     def __init__(self, store: VersionStore, carrier: ThreadedCarrier, engines: PeerEngines) -> None:
         self._store = store

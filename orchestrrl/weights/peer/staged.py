@@ -168,8 +168,8 @@ class StagedVersion:
             self._copy_out_of_parts(to_copy)
 
     def update_sums(self, version_map: VersionMap) -> None:
-        """Set new checksums for the version's shards, which are otherwise unchanged. Stored blocks whose checksums
-        differ are marked as missing."""
+        """Replace the checksums of the version's shards with those in `version_map`, which has the same shards. Stored
+        blocks that do not match the new checksums are marked as missing."""
         unknown = []
         for shard in version_map.shards:
             state = self._shards[shard.id]
@@ -214,8 +214,8 @@ class StagedVersion:
 
     @property
     def _bytes(self) -> tuple[object, ...]:
-        """Return a key that changes with the bytes that engines load. If a block is overwritten with other bytes,
-        `disagreed`, which is part of the key, increases."""
+        """Return a key that changes whenever the bytes that engines load change. The key includes `disagreed`, the
+        number of blocks that arrived with a wrong checksum, because such a block may have overwritten correct bytes."""
         return self.identity, frozenset(self._model_has), self.disagreed
 
     @property
@@ -260,8 +260,8 @@ class StagedVersion:
         return SourceFile(number, layout.places, part.boxes)
 
     def _located(self, shard: ShardMap, sources: Sequence[SourceFile]) -> _Shard:
-        """Return the state of a shard, with its position in the staged parts. If the parts lack bytes of the shard, the
-        position is in the received file."""
+        """Return the state of a shard, including where its bytes are stored: in the staged parts if they contain the
+        whole shard, and otherwise in the received file."""
         try:
             state = _Shard(shard, locate(shard, self._tensors, sources), in_parts=True)
         except ValueError:  # some of it was not staged here: it is received

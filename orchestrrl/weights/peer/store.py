@@ -61,7 +61,8 @@ _PEER_STATE: TypeAdapter[RememberedPeer] = TypeAdapter(RememberedPeer)
 
 
 class VersionStore:
-    """The versions in a peer's folder. Raises Permanent if the folder cannot be used or another peer uses it."""
+    """The versions in a peer's folder. The constructor raises Permanent if the folder cannot be used or another peer
+    uses it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -102,9 +103,9 @@ class VersionStore:
             raise Permanent(f"version {version} is not stored on this peer; its versions are {known}") from None
 
     def keep(self, versions: Collection[int]) -> list[int]:
-        """Discard all versions except `versions`, including parts staged for older versions that were never opened;
-        return the discarded versions. Parts on which a trainer still holds a lock are kept, even if their version is
-        older. Newer versions that were not opened are also kept."""
+        """Discard all stored versions except `versions`. Also discard parts that were staged for a version that is
+        older than the newest of `versions` and was never opened. Parts on which a trainer still holds a lock are kept.
+        Return the discarded versions."""
         with self._changing:
             newest = max(versions, default=-1)
             discarded = []

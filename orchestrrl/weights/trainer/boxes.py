@@ -1,8 +1,8 @@
-"""Pieces of a version in a trainer rank. Each piece is a box of a whole tensor with its values.
+"""Pieces: the boxes of tensors that a trainer rank has, with their values.
 
 This module maps sharded tensors (DTensor placements) to boxes of the whole tensor, and decides which rank of a host
 stages a piece that several ranks have. If torch.distributed runs, the ranks exchange the keys of their pieces in a
-collective call, first at the first publication and then only when the boxes of a rank change. The module does not
+collective call: once at the first publication, and again whenever the boxes of a rank change. The module does not
 import torch.
 """
 
@@ -94,8 +94,8 @@ def divided(shape: Sequence[int], cuts: Sequence[AxisCut]) -> tuple[tuple[Range,
 
 
 def blocks(axes: Sequence[Sequence[Range]]) -> Iterator[tuple[Box, Box]]:
-    """Yield each box that these ranges form as a pair: the box in the rank's own tensor, and the box in the whole
-    tensor."""
+    """Yield a pair of boxes for each combination of one range per axis: the box in the rank's own tensor, and the
+    corresponding box in the whole tensor."""
     placed: list[list[tuple[Range, Range]]] = []
     for ranges in axes:
         at, found = 0, []
@@ -160,8 +160,8 @@ def boxes_of(pieces: Sequence[TensorPiece]) -> dict[str, tuple[Box, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class HostRanks:
-    """The run name, which is the same on all ranks, and the ranks of this host that have each of this rank's pieces,
-    keyed by `TensorPiece.key`."""
+    """The ranks of this host that publish. `run` is the name of the trainer's run and is the same on all ranks.
+    `holders` maps the `TensorPiece.key` of each of this rank's pieces to the ranks of this host that have the piece."""
 
     run: str
     holders: dict[int, tuple[int, ...]]

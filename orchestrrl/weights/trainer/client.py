@@ -141,10 +141,10 @@ class WeightsClient:
     """The client of one trainer rank, which publishes the rank's weights.
 
     `peer` and `folder` are the id and the folder of the peer on this rank's host; the default folder is the peer's
-    default. `rank` is the index of this rank among the `world` publishing ranks. Both must agree with
-    torch.distributed, if it runs; pass `group` if only some ranks publish. `run` identifies this start of the trainer
-    and must be equal on all ranks. It is needed only if torch.distributed does not run. `dtype` is the default for
-    floating-point tensors. Publishing fails if the daemon is unreachable for more than `patience_s`.
+    default. `rank` is the index of this rank among the `world` publishing ranks. If torch.distributed runs, `rank` and
+    `world` must agree with it; pass `group` if only some of its ranks publish. `run` identifies this start of the
+    trainer and must be equal on all ranks. It is needed only if torch.distributed does not run. `dtype` is the default
+    for floating-point tensors. Publishing fails if the daemon is unreachable for more than `patience_s`.
     """
 
     def __init__(
@@ -315,8 +315,9 @@ class WeightsClient:
         return handle.result()
 
     def _take_steps(self, sender: WeightSender, reports: Iterator[SyncReport]) -> None:
-        """Perform the steps that the daemon requests, in this thread, because all ranks may have to gather tensors
-        together. If a step fails, the failure is reported to the daemon, which may request the step again."""
+        """Perform the steps that the daemon requests. They run in the calling thread, because a step may gather
+        tensors, which is a collective call of all ranks. If a step fails, the failure is reported to the daemon, which
+        may request the step again."""
         done: set[tuple[str, int]] = set()
         for report in reports:
             asked = trainer_step_from(report.trainer_step_json)

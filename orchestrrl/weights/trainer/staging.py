@@ -27,8 +27,8 @@ from planner.sync_tree.reshard import ShardSlice
 
 
 class PieceCopies(Protocol):
-    """Copies the values of tensor pieces to a staged file. `offload_s` is the total time, in seconds, of copies from a
-    device."""
+    """The interface for copying the values of tensor pieces to a staged file. `offload_s` is the total time, in
+    seconds, of copies from a device."""
 
     offload_s: float
 
@@ -38,7 +38,8 @@ class PieceCopies(Protocol):
 
 
 class ArrayCopies:
-    """Copies numpy arrays whose elements have the width of the tensor's dtype, for example uint16 for bfloat16."""
+    """`PieceCopies` for numpy arrays whose elements have the width of the tensor's dtype, for example uint16 for
+    bfloat16."""
 
     offload_s = 0.0
 

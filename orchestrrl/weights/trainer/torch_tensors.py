@@ -147,8 +147,8 @@ def _cuts(meta: TensorMeta, mesh: Any, placements: Sequence[Any]) -> list[AxisCu
 
 
 class TensorCopies:
-    """Copies torch tensors to a staged file. CUDA tensors are copied through two pinned buffers: one buffer is filled
-    from the device while the other is copied to the file."""
+    """`PieceCopies` for torch tensors. CUDA tensors are copied through two pinned buffers: one buffer is filled from
+    the device while the other is copied to the file."""
 
     def __init__(self) -> None:
         self.offload_s = 0.0

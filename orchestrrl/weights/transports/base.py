@@ -35,7 +35,8 @@ class PendingChunk(Protocol):
 
 
 class OutgoingLink(Protocol):
-    """The sender's endpoint of a link. Two chunks and one small message (`SMALL_BYTES`) may be in flight together.
+    """The sender's endpoint of a link. Up to two chunks and one small message (of at most `SMALL_BYTES`) may be in
+    flight at the same time.
 
     Only `close` may be called from another thread: it interrupts a waiting call, which raises LinkBroken. A repeated
     call of `close` has no effect. Chunks that were waited for before `close` still reach the receiver.

@@ -198,8 +198,8 @@ class GroupIncoming(_GroupLink):
 
 
 def tensor_of(memory: memoryview) -> torch.Tensor:
-    """Return a uint8 tensor that shares `memory`. If the memory is read-only, the tensor may be sent but not received
-    into."""
+    """Return a uint8 tensor that shares `memory`. If the memory is read-only, the tensor may be sent, but no data may
+    be received into it."""
     flat = memory.cast("B")
     if not flat:
         return torch.empty(0, dtype=torch.uint8)

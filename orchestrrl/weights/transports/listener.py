@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class LinkListener:
-    """Accepts senders' connections in a separate thread, which `open` starts."""
+    """A listener that accepts senders' connections in a separate thread, which `open` starts."""
 
     def __init__(self, host: str, buffer_bytes: int = 0) -> None:
         self._host = host

@@ -1,11 +1,11 @@
 """The NCCL transport of torch.distributed, for hosts with GPUs. Chunks are copied through GPU memory.
 
-Construction, errors and the part shared with gloo (groups.py) are tested. A transfer between two GPUs has not been
+Construction, errors and the code shared with gloo (groups.py) are tested. A transfer between two GPUs has not been
 tested. Such a test needs two processes with one GPU each, because NCCL refuses two ranks on one GPU.
 
-A chunk has a buffer on the GPU from its start until the caller has waited for it. A link with two chunks and a small
-message in flight therefore has three buffers. Each link has its own stream, because a receive is a kernel that runs
-until its bytes have arrived.
+A chunk occupies a buffer on the GPU from the call of `send` or `receive` until the caller has waited for the chunk. A
+link with two chunks and a small message in flight therefore has three buffers. Each link has its own stream, because a
+receive is a kernel that runs until its bytes have arrived.
 """
 
 import time

@@ -156,7 +156,8 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class FinishedLength:
-    """The length of a finished output. If `censored`, `max_tokens` cut the output and `tokens` is a lower bound."""
+    """The length of a finished output. If `censored` is True, the output was cut at `max_tokens`, and `tokens` is a
+    lower bound on its length."""
 
     tokens: int
     censored: bool = False
@@ -413,7 +414,7 @@ MOST_REASONS = 3  # reasons listed in one message
 
 
 class StepTimeEstimates(NamedTuple):
-    """The source of an engine's step-time estimates."""
+    """The source of an engine's step-time estimates, or the reason why there are none."""
 
     source: str  # configured | prior | observed; empty: unknown
     detail: str  # a description of the source, or the reason why the step times are unknown
@@ -431,5 +432,5 @@ def unknown_step_times(why: Mapping[EngineId, str]) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first names as a comma-separated list, followed by the number of omitted names, if any."""
+    """Return the first `MOST_NAMES` names, separated by commas, followed by the number of omitted names, if any."""
     return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")

@@ -222,7 +222,8 @@ class _Case:
         """Return the option with the earliest end. Of the options that end at most epsilon later, return the one with
         the smallest change.
 
-        If engines must not change but moving requests is admitted, choose the moves and report the omitted change.
+        If a change of engines is not admitted but moving requests is, return the option that only moves requests, and
+        report the change that was not admitted.
         """
         current, found = self.options.current, self.options.found
         moving, changing = (
@@ -254,7 +255,8 @@ class _Case:
         return judge(self._proposal(option), self.config.limits, mode, self.control)
 
     def _decision(self, option: FleetOption) -> str:
-        """Return the decision of a plan with this option; plan admission decides whether it is carried out."""
+        """Return the value of `decision` for a plan with this option. Plan admission then determines whether the plan
+        is carried out."""
         changes = self._is_overridden and option.fleet.decision == "reconfigure"
         return "keep" if not changes and too_weak(self._proposal(option), self.config.limits) else option.fleet.decision
 

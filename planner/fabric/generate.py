@@ -55,7 +55,7 @@ class ImpossibleSite(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SiteNumber:
-    """The description of one numeric parameter of a site's shape, its usual value and its minimum."""
+    """One numeric parameter of a site's shape: its description, its usual value and its minimum."""
 
     text: str
     usual: str = ""

@@ -1,5 +1,5 @@
-"""Assign ports to pairs one circuit at a time: to the slowest pair (Algorithm 3), evenly, or round-robin. Has no side
-effects.
+"""Assign ports to pairs, one circuit at a time: to the slowest pair first (Algorithm 3), to the least utilised
+endpoints first, or round-robin. Has no side effects.
 
 In this module, pairs and endpoints are represented by their indices in the sorted lists of a `Demanded`.
 """
@@ -28,8 +28,9 @@ class Demanded:
 def by_bottleneck(demanded: Demanded) -> dict[int, int]:
     """Return the number of circuits of each served pair by the paper's Algorithm 3 (appendix D).
 
-    A pair without a circuit has an infinite time. Therefore each pair whose endpoints have free ports first gets one
-    circuit, the largest pair first. Then the slowest pair repeatedly gets another circuit.
+    The completion time of a pair without a circuit is infinite. Therefore each pair whose endpoints have free ports
+    first gets one circuit, in descending order of bytes. Then the slowest pair whose endpoints have free ports
+    repeatedly gets another circuit.
     """
     free = list(demanded.ports)
     served = []
@@ -43,9 +44,9 @@ def by_bottleneck(demanded: Demanded) -> dict[int, int]:
 
 
 def spend(demanded: Demanded, served: Iterable[int]) -> dict[int, int]:
-    """Return the number of circuits of each pair of `served`. Each pair first gets one circuit, for which the ports
-    must suffice. Then the slowest pair whose endpoints have free ports repeatedly gets another circuit. No other
-    distribution over these pairs has a shorter completion time (see `planner/fabric/serve.py`)."""
+    """Return the number of circuits of each pair of `served`. Each pair first gets one circuit; there must be enough
+    ports for this. Then the slowest pair whose endpoints have free ports repeatedly gets another circuit. No other
+    distribution of circuits over these pairs has a shorter completion time (see `planner/fabric/serve.py`)."""
     circuits = dict.fromkeys(served, 1)
     free = list(demanded.ports)
     for pair in circuits:
@@ -71,9 +72,10 @@ def spend(demanded: Demanded, served: Iterable[int]) -> dict[int, int]:
 
 
 def evenly(demanded: Demanded) -> list[int]:
-    """Return the pairs that are served if pairs with less utilised endpoints come before pairs with more bytes. This is
-    the utilisation tie-break of appendix D, which prevents hot endpoints from taking the ports that other endpoints
-    depend on. Utilisation is measured in `LEVELS` steps."""
+    """Return the pairs that get a circuit if pairs with less utilised endpoints come before pairs with more bytes. Each
+    pair gets one circuit. This is the utilisation tie-break of appendix D, which prevents hot endpoints from taking the
+    ports that other endpoints depend on. The utilisation of an endpoint is its share of used ports, measured in
+    `LEVELS` steps."""
     used = [0] * len(demanded.ports)
     served, waiting = [], list(demanded.largest_first)
     for level in range(1, LEVELS + 1):

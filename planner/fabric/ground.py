@@ -49,7 +49,8 @@ class PlanGround:
 
     @cached_property
     def up(self) -> Mapping[OcsId, tuple[PortPair, ...]]:
-        """The circuits that are up, healthy and not blocked by the pin of another circuit, by switch."""
+        """The circuits that are up, by switch, except those with a failed port or a port that is pinned for another
+        circuit."""
         return _by_switch(
             each
             for each in self.state.current
@@ -131,7 +132,8 @@ class AggRoom:
         return owner if owner in self._tors else None
 
     def tors(self, lane: Lane) -> list[EndpointId]:
-        """Return the ToRs that have a free port on the switch where the lane ends."""
+        """Return the ToRs that have a free port on the switch where the lane ends. The list is empty if the lane's own
+        port cannot be used or has a circuit that stays."""
         if lane.ends[0] in self._held or lane.ends[0] in self._stays_with:
             return []
         return [tor for tor, ports in self._free[lane.agg].items() if ports]
@@ -141,8 +143,8 @@ class AggRoom:
         return len(self._free[lane.agg].get(tor, ()))
 
     def lift(self, lane: Lane, tor: EndpointId) -> PortPair:
-        """Connect the lane to the ToR, on the port that connects them now if possible, otherwise on the first free port
-        of the ToR. Mark the port as used."""
+        """Connect the lane to the ToR and return the new cross-connect. If the two are connected now, the ToR's port
+        stays the same; otherwise the first free port of the ToR is used. The port is marked as used."""
         ports = self._free[lane.agg][tor]
         port = self._up_with[lane.ends[0]][1] if self.up_to(lane) == tor else ports[0]
         ports.remove(port)

@@ -46,7 +46,8 @@ class Primitive(StrEnum):
 class Traffic:
     """One operation of a period, in which each rank contributes a message of `bytes_per_rank` bytes, `times` times.
 
-    `groups` lists groups of ranks. `receivers` has one tuple per group, for BIPARTITE and BROADCAST.
+    `groups` lists groups of ranks. For BIPARTITE and BROADCAST, `receivers` lists the ranks that receive the messages
+    of each group, in the order of `groups`. If it is empty, a BROADCAST goes to the rest of the group.
     """
 
     operation: TrafficOperation

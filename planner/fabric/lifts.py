@@ -2,9 +2,9 @@
 side effects.
 
 A core circuit connects two ToRs without a packet switch between them. Its two ToRs are therefore chosen together: the
-pair with the most bytes per circuit. A lift is the cross-connect between a lane and a ToR. ToRs are first chosen within
-the allocator's counts, then among all pairs of ToRs with traffic and free ports, and finally among any ToRs. The lanes
-reserved for responses (the response slice) have the same circuits in every stage and period.
+pair with the most bytes per circuit. A lift is the cross-connect between a lane and a ToR. At first, only ToRs that
+still need some of their planned lifts are considered, then all pairs of ToRs with traffic and free ports, and finally
+any ToRs. The lanes reserved for responses (the response slice) have the same circuits in every stage and period.
 """
 
 from collections import Counter, defaultdict
@@ -85,9 +85,10 @@ def lift_all(
     between: Mapping[Pair, Mapping[Tors, float]],
     most: Mapping[Tors, int],
 ) -> Lifted:
-    """Connect the lanes of core circuits to ToRs on free ports of `rooms`. `budget` has the planned number of lifts per
-    switch and ToR. `between` has the bytes between ToRs, with the smaller PoD's ToR first. `most` has the maximum
-    number of circuits per pair of ToRs; pairs that are not in `most` are not limited."""
+    """Connect the lanes of core circuits to ToRs on free ports of `rooms`. `budget` contains the planned number of
+    lifts per switch and ToR. `between` contains the bytes between ToRs; in each pair of ToRs, the ToR of the PoD with
+    the smaller id comes first. `most` contains the maximum number of circuits per pair of ToRs; pairs that are not in
+    `most` are not limited."""
     work = _Lifting(rooms, dict(budget), between, most)
     todo = []
     for core in sorted(cross_connects):
@@ -234,8 +235,8 @@ def lift_any(ground: PlanGround, rooms: Mapping[EndpointId, AggRoom], cross_conn
 def _tor(
     room: AggRoom, lane: Lane, turns: Counter[EndpointId], taken: Collection[EndpointId | None]
 ) -> EndpointId | None:
-    """Return the ToR that the lane is connected to, unless it is in `taken`. Otherwise return the free ToR with the
-    fewest lanes in `turns`, or None if no ToR is free."""
+    """Return the ToR that the lane is connected to, unless it is in `taken`. Otherwise return, of the ToRs with a free
+    port that are not in `taken`, the one with the fewest lanes in `turns`. Return None if there is no such ToR."""
     known = room.lifted_to(lane) or room.up_to(lane)
     if known is not None and known not in taken:
         return known
@@ -244,8 +245,8 @@ def _tor(
 
 
 def _circuits(ground: PlanGround, ports: Mapping[EndpointId, int]) -> Mapping[Pair, int]:
-    """Allocate circuits as if each Gen PoD sent the same amount to all Train PoDs except one, to which it sent twice as
-    much. `ports` has the number of lanes of each PoD."""
+    """Allocate circuits as if each Gen PoD sent twice as much to one Train PoD as to each of the others. This Train PoD
+    is chosen round-robin. `ports` contains the number of lanes of each PoD."""
     gen, train = (
         sorted(pod.id for pod in ground.site.pods if pod.role is role and ports.get(pod.id))
         for role in (PodRole.GEN, PodRole.TRAIN)

@@ -80,7 +80,8 @@ def validate(site: Site, state: FabricState, cross_connects: Iterable[PortPair])
 
 
 def check_coupling(site: Site, cross_connects: Iterable[PortPair]) -> tuple[str, ...]:
-    """Return a message for each PoD that cannot carry all its core circuits, with the counts needed and carried.
+    """Return a message for each PoD that cannot carry all its core circuits. The message contains the number of core
+    circuits that end in the PoD, and the number that the PoD can carry.
 
     An uplink does not switch light. A core circuit ends on one lane in each PoD, and its light reaches a ToR only if
     the PoD's own switch connects that lane to the ToR. See appendix D ("Agg/Core relationship") of the paper.

@@ -4,9 +4,9 @@ cross-connects as possible.
 Both ends of a circuit are on one switch. Independent parts (`_parts`) are placed separately, by chains of moves
 (place_chains.py). If the chains do not reach a provable optimum, a small part is solved by integer programs
 (`_settle`), and a large part is improved by ruin and recreate (Schrimpf et al., Record Breaking Optimization Results
-Using the Ruin and Recreate Principle, 2000). Each step inserts some missing or dropped circuits by force. Circuits in
-their way are removed and placed again by chains of moves. The new layout is kept if it is no worse than the previous
-one.
+Using the Ruin and Recreate Principle, 2000). Each step inserts, by force, some circuits that are missing or that are up
+now but not kept. Circuits in their way are removed and placed again by chains of moves. The new layout is kept if it is
+no worse than the previous one.
 """
 
 import random

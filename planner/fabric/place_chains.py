@@ -180,8 +180,8 @@ class CircuitChains:
         return found
 
     def _insert_some(self, pairs: Sequence[int]) -> bool:
-        """Place one missing circuit of `pairs`, directly if possible, otherwise by the cheapest chain. Return whether a
-        circuit was placed."""
+        """Place one missing circuit of `pairs`, directly if possible, otherwise by the chain that drops the fewest kept
+        circuits. Return whether a circuit was placed."""
         layout = self.layout
         if self.done:
             return False
@@ -249,8 +249,9 @@ class CircuitChains:
         return True
 
     def _chain(self, starts: Mapping[_State, Move | None]) -> list[Move] | None:
-        """Return the cheapest chain of moves that begins in one of the states `starts`, or None if no chain is found.
-        `starts` maps each of these states to the first move of the chain, or to None if that move is already made."""
+        """Return the chain that begins in one of the states `starts` and drops the fewest kept circuits; among equals,
+        the shortest one. Return None if no chain is found. `starts` maps each of these states to the first move of the
+        chain, or to None if that move is already made."""
         layout = self.layout
         ends, free, there, ports = layout.counting.ends, layout.free, layout.there, layout.counting.ports
         queue: list[tuple[int, int, int, int, int]] = []

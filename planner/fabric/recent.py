@@ -164,9 +164,9 @@ def shrunk(risk: float, q: float) -> float:
 
 
 def _bound(pairs: Sequence[tuple[float, float]], total: float, q: float) -> QuantileBound | None:
-    """Return the last value of `pairs` whose preceding values, together with the unknown next value of weight 1, have
-    at most the share `q` of the total weight. Return None if there is no such value. `pairs` lists (value, weight), and
-    `total` is the sum of the weights."""
+    """Return the first value of `pairs` at which the sum of weights exceeds the share `q` of the total weight. Both
+    sums include the weight of the unknown next value, which is 1. Return None if there is no such value, or if the next
+    value alone exceeds the share. `pairs` lists (value, weight), and `total` is the sum of the weights."""
     budget, passed = q * (total + 1) - 1 + ROUNDING, 0.0
     if budget < 0:
         return None

@@ -27,8 +27,8 @@ INTERFACE = re.compile(r"(?!if[0-9]+$)[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
 
 @dataclass(frozen=True, slots=True, order=True)
 class NextHop:
-    """The next hop of a share of a route's packets, in proportion to `weight`. The packets leave through `interface` to
-    the router with the address `gateway`."""
+    """One next hop of a route. It receives a share of the route's packets in proportion to `weight`. The packets leave
+    through `interface` to the router with the address `gateway`."""
 
     gateway: str
     interface: str
@@ -218,9 +218,9 @@ def reroute(domain: RoutingDomain, links: Collection[RoutedLink]) -> ReroutingPl
 
 
 def fit(table: RouteTable, max_next_hops: int, max_weight: int) -> RouteTable:
-    """Return the closest table to `table` that respects a router's limits on next hops and weights. The rounding error
-    of each next hop is added to the following next hop. A neighbour whose share is split over two interfaces therefore
-    keeps at least one of them."""
+    """Return the table closest to `table` that respects a router's limits on next hops and weights. If weights are
+    scaled down, the rounding error of each weight is carried over to the next one. A neighbour whose share is split
+    over two interfaces therefore keeps at least one of them."""
     return route_table(_fit_route(route, max_next_hops, max_weight) for route in table.values())
 
 

@@ -164,9 +164,9 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class RepetitionFinder:
-    """Detects iterations by their repetition. A repetition that ends after r collectives may have been a loop inside an
-    iteration, if it had no more rounds than an iteration can have layers. In that case, no repetition is trusted until
-    it has lasted for more than r collectives."""
+    """Detects iterations by their repetition. If a repetition ends after r collectives and had no more rounds than an
+    iteration can have layers, it may have been a loop inside an iteration. From then on, a repetition is trusted only
+    after it has lasted for more than r collectives."""
 
     sequence: KnownSequence | None = None
     depth: int | None = None  # None: the position is uncertain

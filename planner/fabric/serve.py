@@ -70,8 +70,8 @@ class ServedScore:
 
 def reselect(demanded: Demanded, reference: Mapping[int, int]) -> Mapping[int, int]:
     """Return the number of circuits of each served pair: a better choice than `reference`, or `reference` if none is
-    found. A choice is better if it serves more pairs, then if it takes less time, then if it serves more bytes. The
-    result is not worse than `reference` by any of these three measures."""
+    found. Choices are compared by the number of served pairs (more is better), then by the time (less is better), then
+    by the served bytes (more is better). The result is not worse than `reference` by any of these three measures."""
     return _Search(demanded, reference, reference, bytes_first=False).searched()
 
 
@@ -329,8 +329,8 @@ class _Choice:
         return True
 
     def _put_now(self, freed: Ints, ports: Ints) -> Floats:
-        """Return the gain of inserting each side's pair, as an array indexed by side. It is assumed that each endpoint
-        of `freed` has regained the number of ports at the same place in `ports`."""
+        """Return the gain of inserting each side's pair, as an array indexed by side. The gain is calculated as if each
+        endpoint of `freed` had more free ports, by the number at the same place in `ports`."""
         chains = self.chains
         free = self.free.copy()
         free[freed] += ports

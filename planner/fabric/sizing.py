@@ -3,8 +3,8 @@ effects.
 
 In the allocation of a PoD, the boundary to the core is one more endpoint, with as many ports as the core has circuits
 to the PoD. One endpoint suffices because all uplinks of a PoD are equivalent. If the ToRs of a PoD cannot use as many
-circuits as the core assigns to the PoD, the core's limit for the PoD is lowered. This is repeated until both agree, and
-follows appendix D of the paper.
+circuits as the core assigns to the PoD, the core's limit for the PoD is lowered. As in appendix D of the paper, this is
+repeated until the core and the PoDs agree.
 
 The alternative (`direct`) considers only pairs of ToRs, in the same or in different PoDs. No packet switch lies between
 two ToRs that a core circuit connects, so the number of bytes between two PoDs is not enough information. For example, a
@@ -205,9 +205,10 @@ def _incident(circuits: Mapping[Pair, int]) -> Counter[EndpointId]:
 
 
 def spread(link_gbps: float, ports: Mapping[EndpointId, int], up: Mapping[Pair, int]) -> Mapping[Pair, int]:
-    """Return circuits per pair that spread spare ports evenly over all pairs of endpoints. If there are fewer ports
-    than pairs, the endpoints are arranged on a circle. Pairs at a few distances, near and far, then come first, so that
-    any endpoint reaches any other in few hops. Among equal pairs, those that have circuits (`up`) come first."""
+    """Return the number of circuits of each pair of endpoints if spare ports are spread evenly over all pairs. If there
+    are fewer ports than pairs, pairs are preferred as if the endpoints were arranged on a circle: pairs at a few near
+    and far distances come first, so that any endpoint reaches any other in few hops. Among equal pairs, those that have
+    circuits (`up`) come first."""
     ends = sorted(end for end, count in ports.items() if count)
     if len(ends) < 2:
         return {}
@@ -222,8 +223,8 @@ def spread(link_gbps: float, ports: Mapping[EndpointId, int], up: Mapping[Pair, 
 
 def _circle(size: int, distances: int) -> list[int]:
     """Return a rank for each distance on a circle of `size` endpoints. A distance has the same rank in both directions.
-    Up to `distances` distances have the lowest ranks. Each is about a fixed multiple of the previous one, so that steps
-    of these distances reach every endpoint."""
+    The lowest ranks belong to at most `distances` selected distances. Each selected distance is about a fixed multiple
+    of the previous one, so that steps of these distances reach every endpoint."""
     chosen = [round(size ** (number / max(1, distances))) for number in range(max(1, distances))]
     shortest = [min(distance, size - distance) for distance in range(size)]
     return [chosen.index(each) if each in chosen else size + each for each in shortest]
@@ -275,9 +276,9 @@ def _served(
 def _in_turn(
     pairs: Iterable[Pair], sent_bytes: Mapping[Pair, float], pod_of: Mapping[EndpointId, EndpointId]
 ) -> list[Pair]:
-    """Sort pairs by descending bytes. Pairs with equal bytes are sorted round-robin over ToRs, so that the pairs that
-    find no free ports are not all of one ToR. For each ToR, pairs with ToRs at the same position in other PoDs come
-    first, then pairs with ToRs at the next position."""
+    """Sort pairs by descending bytes. Among pairs with equal bytes, the ToRs take turns, so that the pairs at the end,
+    which may find no free ports, do not all belong to one ToR. For each ToR, pairs with ToRs at the same position in
+    other PoDs come first, then pairs with ToRs at the next position."""
     pairs = list(pairs)
     turn = _turns({tor for pair in pairs for tor in pair}, pod_of)
     size = 1 + max(turn.values(), default=0)

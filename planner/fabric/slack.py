@@ -134,7 +134,7 @@ class SlackLearner:
     _levels: dict[float, float] = field(default_factory=dict)  # target levels, by q
 
     def started(self, signature: Signature, at_s: float) -> int:
-        """Handle the start of a collective. Returns a handle to pass to `ended`."""
+        """Record the start of a collective. Returns a handle to pass to `ended`."""
         quiet = None
         if not self._flying and self._opened_s is not None:
             opened_s = self._opened_s
@@ -157,7 +157,7 @@ class SlackLearner:
         return self._handles
 
     def ended(self, handle: int, at_s: float) -> None:
-        """Handle the end of the collective with this handle. Has no effect if the collective is not in flight."""
+        """Record the end of the collective with this handle. Has no effect if the collective is not in flight."""
         if self._flying.pop(handle, None) is None:
             return
         self._ended_s = at_s if self._ended_s is None else max(self._ended_s, at_s)
@@ -223,8 +223,9 @@ class SlackLearner:
     def _grade(self, at_s: float) -> None:
         """Adapt later predictions to the accuracy of the last one. If predictions fail more often than allowed, for
         example while quiet times become shorter, later predictions are more cautious (adaptive conformal inference,
-        Gibbs and Candes, 2021). They are never less cautious than requested. A quiet time that ended early, for example
-        in an iteration with few tokens, also shortens the next predictions in proportion."""
+        Gibbs and Candes, 2021). They are never less cautious than requested. If a quiet time was shorter than
+        predicted, for example in an iteration with few tokens, the next predictions are shortened in the same
+        proportion."""
         if self._request is None:
             return
         request, self._request = self._request, None

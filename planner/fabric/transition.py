@@ -97,8 +97,8 @@ def transition(problem: TransitionProblem) -> Transition:
 
 def _not_to_count_on(moves: TransitionMoves, order: RemovalOrder) -> frozenset[int]:
     """Return the numbers of the floors (minimum circuit counts) that an order as good as `order` may miss. These
-    include the floors that every order misses. If `order` misses the floor of another pair, the floors of all pairs are
-    included. The same applies to endpoints."""
+    include the floors that every order misses. If `order` also misses the floor of a pair that some other order keeps,
+    the floors of all pairs are included. The same applies to endpoints."""
     hopeless = doomed(moves)
     chosen = {moves.floors[number].is_pair for number in order.missed - hopeless}
     return hopeless | {number for number, floor in enumerate(moves.floors) if floor.is_pair in chosen}

@@ -1,5 +1,5 @@
-"""Solve two problems of a transition with CP-SAT: which floors (minimum circuit counts) must be missed, and how many
-stages are needed at least. Has no side effects.
+"""Solve two problems of a transition with CP-SAT: which floors (minimum circuit counts) must be missed, and how few
+stages suffice. Has no side effects.
 
 One worker and a limit in deterministic time give the same result on every machine. The solver is loaded only when
 needed, because loading takes longer than planning most transitions.

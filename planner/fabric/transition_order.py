@@ -251,8 +251,9 @@ class _Walk:
                 self._push(removal)
 
     def _abandon_floors(self) -> None:
-        """Abandon the fewest floors whose loss permits a removal, with floors of pairs counted before floors of
-        endpoints. Among equals, abandon the floors that permit the most removals."""
+        """Abandon the floors that one of the remaining removals would miss. The removal is chosen that misses the
+        fewest floors of pairs and, among equals, the fewest floors of endpoints. If removals are still equal, the
+        floors that permit the most removals are abandoned."""
         barred = {
             removal: frozenset(self._barred(removal)) for removal, down in enumerate(self._replay.is_down) if not down
         }

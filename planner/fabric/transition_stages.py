@@ -51,7 +51,7 @@ class _Packing:
         return self._stage_of
 
     def _raise(self) -> None:
-        """Add to the stage the additions whose ports are free, up to the stage's limit of moves."""
+        """Add to the current stage the additions whose ports are free, up to the stage's limit of moves."""
         free = self._max_moves - self._taken
         for addition in self._ready[:free]:
             self._take(len(self._moves.removals) + addition)

@@ -117,7 +117,8 @@ def may_commit(
 
     `boundary` states whether the stage is at a point where circuits may change: between two deployments (Gen), or
     before an announced weight sync begins. It is ignored for Train. A `window` of None means that no rank sends until
-    the circuits are reported ready, which never applies to Train.
+    the circuits are reported ready, which never applies to Train. `most_risk` is the highest risk that a window may
+    have.
     """
     if stage is not Stage.TRAIN and not boundary:
         when = "between two deployments" if stage is Stage.GEN else "once the broadcast is announced, before it begins"

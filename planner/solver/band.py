@@ -11,8 +11,8 @@ PARTNERS = 4  # instances tried as partner of the worst one
 
 
 def violation(columns: ProblemColumns, placement: FleetPlacement) -> float:
-    """Return the largest distance of an instance from the band; 0 if all instances are in the band or the problem has
-    none."""
+    """Return the largest distance of an instance from the band. The result is 0 if all instances are in the band, or if
+    the problem does not have a band."""
     if columns.problem.kv_balance is None or not len(placement.fleet):
         return 0.0
     return max(0.0, float(_Band(columns, placement, 0.0).misses().max()))
@@ -49,7 +49,8 @@ class _Band(InstanceLoads):
         return missed
 
     def mend(self) -> bool:
-        """Move one request so that source and destination both violate the band less than the worst instance did.
+        """Move one request to another instance, so that both instances then violate the band less than the worst
+        instance did before.
 
         Return False if no such move is found.
         """

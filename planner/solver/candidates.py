@@ -267,8 +267,8 @@ def _moves(
 ) -> tuple[Seconds, Indices]:
     """Return the move cost of each request of `order`, in seconds, and the requests that change engine.
 
-    If several requests move to an instance by the same method, they arrive together, so only one of them pays the fixed
-    part.
+    If several requests move to an instance by the same method, they arrive together, so the fixed part of the cost is
+    added for only one of them.
     """
     source = problem.requests.instance[order]
     moves = source != NOWHERE

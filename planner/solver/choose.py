@@ -28,10 +28,11 @@ def chosen(
     found: Sequence[FleetPlacement],
 ) -> FleetPlacement | None:
     """Return, among the placements `found` with about the best makespan, the one with the fewest changes; None if
-    `found` is empty.
+    `found` is empty. `static` contains the placements whose fleets have only one configuration.
 
     If the best placement violates the KV balance (equation 2 of the paper), return the placement that violates it
-    least. If the best placement is not enough of an improvement over `current`, return it unchanged.
+    least. If the best placement does not end more than epsilon before `current`, return the best placement as it is,
+    because the caller then keeps the current one.
     """
     best = min(found, key=lambda placement: placement.makespan_s, default=None)
     epsilon_s = table.problem.epsilon_s
@@ -74,7 +75,8 @@ def settled(
 ) -> FleetPlacement:
     """Return a placement with fewer moves that finishes by `limit_s`, or the given placement if none is found.
 
-    `tries` limits the number of `WIDTHS` that are tried.
+    `WIDTHS` lists the relative differences in length up to which requests count as equal. Only the last `tries` of
+    these widths, and then a width of 0, are tried.
     """
     home = _home(columns, placement)
     at = placement.assigned()

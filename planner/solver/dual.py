@@ -24,7 +24,7 @@ Weights = dict[tuple[int, int], tuple[float, ...]]  # (option, class) -> weight 
 
 
 class _Shares:
-    """The requests, shortest first, and how much each uses of every limit of an instance."""
+    """The requests, shortest first, and how much of each limit of an instance every request uses."""
 
     def __init__(self, columns: ProblemColumns, every: int) -> None:
         order = columns.longest_first[every // 2 :: every][::-1]
@@ -41,7 +41,8 @@ class _Shares:
     def refused(self, makespan_s: float, weights: Weights, edges: Floats) -> bool:
         """Return whether the requests need more than the available GPUs to finish by `makespan_s`.
 
-        Length class k contains the lengths up to `edges[k]` that are in no earlier class.
+        `weights` contains the weight of each limit, by option and length class. Length class k contains the lengths up
+        to `edges[k]` that are in no earlier class.
         """
         ends = np.searchsorted(self.remaining, edges, side="right")
         starts = np.concatenate(([0], ends[:-1]))
@@ -117,7 +118,8 @@ def tightened_s(columns: ProblemColumns, bound_s: float, high_s: float) -> float
 
 
 def _highest(shares: _Shares, weights: Weights, edges: Floats, low_s: float, high_s: float) -> float:
-    """Return the highest time between `low_s` and `high_s` that `shares` refuses; `low_s` if no time is refused."""
+    """Return the highest time between `low_s` and `high_s` that is proven too short for the requests of `shares`;
+    `low_s` if no such time is found."""
     if not shares.refused(low_s, weights, edges):
         return low_s
     return highest_refused(lambda trial_s: shares.refused(trial_s, weights, edges), low_s, high_s, 2e-4)

@@ -131,8 +131,8 @@ def iterations(footprint: Ints, remaining: Ints, starts: Ints, slots: Ints, room
 
 
 class _Walks:
-    """The state of the unfinished engines, with one column per engine. In each column, rows [0, count) are running
-    requests."""
+    """The state of the unfinished engines, with one column per engine. In each column, the first `count` rows are the
+    running requests."""
 
     def __init__(self, footprint: Ints, remaining: Ints, engines: int, most: int) -> None:
         """Create the state of `engines` engines, each with initially at most `most` running requests."""

@@ -2,8 +2,9 @@
 
 The cost model is that of `orchestrrl plan solve`.
 
-For any order of admission, the decoding time of an instance is alpha for each iteration plus the work of its requests.
-The order of admission only affects the number of iterations, and only if the requests do not all fit at once.
+For any order of admission, the decoding time of an instance is alpha (the fixed time of an iteration) times its number
+of iterations, plus the work of its requests. The order of admission only affects the number of iterations, and only if
+the requests do not all fit at once.
 """
 
 from collections.abc import Iterable
@@ -166,8 +167,8 @@ def _alpha_s(alpha_s: Floats, iterations: Floats) -> Floats:
 
 
 def moves_s(columns: ProblemColumns, fleet: SolverFleet, requests: Ints, at: Ints) -> Floats:
-    """Return the time in seconds to move each request to its instance `at`. The time is 0 for requests that stay or are
-    not running."""
+    """Return the time in seconds to move each of `requests` to its new instance. `at` has the indices of these
+    instances in `fleet`. The time is 0 for requests that stay or are not running."""
     costs_s = np.zeros(len(requests))
     moving = np.flatnonzero((columns.source[requests] >= 0) & (columns.source[requests] != fleet.current[at]))
     if len(moving):

@@ -55,8 +55,8 @@ class LiveFleet:
     notes: tuple[str, ...]
 
     def expecting(self, remaining_tokens: NDArray[np.int64]) -> "LiveFleet":
-        """Return a copy in which `remaining_tokens` are the estimated remaining lengths of the requests, which are
-        initially 1.
+        """Return a copy in which the requests have the estimated remaining lengths `remaining_tokens`. In the original,
+        every remaining length is 1.
 
         An engine admits a request only if its full length fits, so lengths are limited to the largest KV cache.
         """
@@ -169,7 +169,7 @@ def _gpus(
     per_node: int,
 ) -> tuple[dict[EngineId, tuple[GpuId, ...]], int, Hold | None]:
     """Return the GPUs of each of `engines`, the total number of GPUs, and a Hold if the GPUs must not be assigned to
-    other engines.
+    other engines (otherwise None).
 
     Engines that do not report their GPUs are assumed to use free GPUs. This assumption is certain to be right only if
     there is one such engine and the number of free GPUs is exactly its size.

@@ -145,8 +145,9 @@ class _Weigher:
         )
 
     def with_later(self, option: FleetOption, current: FleetOption, fleet: LiveFleet, wait_s: float) -> FleetOption:
-        """Return the option with `later_s` set: the mean makespan, in seconds, if the engines change after `wait_s` in
-        the samples in which the change is faster."""
+        """Return the option with `later_s` set to the mean makespan, in seconds, if the engines are changed after
+        `wait_s`. In samples in which waiting and changing is slower than keeping the `current` fleet, the engines are
+        not changed."""
         ends_s = ends_if_later_s(
             option.fleet, current.fleet, fleet.problem.requests, self._lengths.samples, wait_s, self._correction
         )
@@ -220,10 +221,10 @@ def _dealt(
 def _for_the_solver(estimated: Sequence[LiveFleet], dealt: _Member | None, correction: float) -> Sequence[LiveFleet]:
     """Return the fleets to solve, one per length estimate that is used.
 
-    With few requests, all estimates are used. Otherwise only the estimate of `dealt` is used, the best fleet built
-    without the solver, and only the configurations that are efficient for at least one request. With any estimate, the
-    solver either improves slightly on the `dealt` fleet or packs requests together that may turn out to be short. The
-    other estimates therefore add little.
+    With few requests, or if `dealt` is None, all estimates are used. Otherwise, the only estimate is that of `dealt`,
+    the best fleet built without the solver, and the only configurations are those that are efficient for at least one
+    request. With any estimate, the solver either improves slightly on the `dealt` fleet or packs requests together that
+    may turn out to be short. The other estimates therefore add little.
     """
     if len(estimated) == 1 or dealt is None or len(estimated[0].requests) <= SOLVED_BY_ALL:
         return estimated
@@ -232,7 +233,8 @@ def _for_the_solver(estimated: Sequence[LiveFleet], dealt: _Member | None, corre
 
 
 def _unless_found_out(mixed: _Family, dealt: _Member | None) -> _Family:
-    """Return the family `mixed`, without its members if they are far worse than the `dealt` fleet on the samples."""
+    """Return the family `mixed`, but without its members if, on the samples, they finish far later than `dealt`, the
+    best fleet built without the solver."""
     if dealt is None or not mixed.members or mixed.members[0].screened_s <= FOUND_OUT * dealt.screened_s:
         return mixed
     why = f"built for one estimate of the lengths, it ends in {mixed.members[0].screened_s:.0f} s over all samples"
@@ -243,8 +245,8 @@ def _narrowed(problem: MakespanProblem, within_s: float) -> MakespanProblem:
     """Return the problem without configurations on which every request takes far more GPU time than on another
     configuration.
 
-    The GPU time of a request is its share of an instance that ends by `within_s`, as in the solver's lower bound.
-    Deployed configurations are always kept.
+    The GPU time of a request is estimated as in the solver's lower bound, from the share that the request takes of an
+    instance that ends by `within_s`. Deployed configurations are always kept.
     """
     requests = problem.requests
     context, remaining = requests.context_tokens, requests.remaining_tokens

@@ -20,8 +20,8 @@ def soonest_cut(columns: ProblemColumns, low_s: float, high_s: float) -> list[Re
     """Return the cuts, one per instance, with the shortest makespan found between `low_s` and `high_s`, or None if none
     is found.
 
-    Subsets of the configurations are tried as well. The configuration of each block of requests is chosen in turn, so
-    that fewer configurations sometimes give a better result.
+    Subsets of the configurations are tried as well, because a subset sometimes gives a better result: configurations
+    are chosen for one block of requests after another, not for all blocks together.
     """
     whole = RequestCutter(columns)
     every = min(columns.count // SAMPLE, columns.problem.gpus_count // LEAST_GPUS)
@@ -141,8 +141,8 @@ def _cut_of_requests(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> Int
 
 
 def _kept(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> list[int]:
-    """Return the current instances to keep. Each configuration keeps at most as many instances as it has cuts for kept
-    ones."""
+    """Return the current instances to keep. For each configuration, at most as many instances are kept as there are
+    cuts that were made for kept instances."""
     wanted = np.bincount([cut.configuration for cut in cuts if cut.kept], minlength=len(columns.gpus))
     kept: list[int] = []
     for configuration in np.flatnonzero(wanted).tolist():

@@ -1,4 +1,4 @@
-"""Fit step times as lines over the batch sizes expected in the rest of a step, and select the configurations to
+"""Approximate step times by lines over the batch sizes expected in the rest of a step, and select the configurations to
 evaluate. Has no side effects.
 
 This is the third heuristic of the paper (section 4.1): a bias that follows the phase of the step. A nonlinear curve is

@@ -13,9 +13,11 @@ USUAL = 3  # usual measures of load: work, tokens, requests
 
 
 def loads(columns: ProblemColumns, configuration: int) -> list[tuple[Floats, bool]]:
-    """Return several measures of the load that each request adds, each with a flag. The usual measures are last.
+    """Return several measures of the load that each request adds, each with a flag. The last USUAL measures are the
+    common ones: work, tokens and the number of requests.
 
-    The flag is True if the first (longest) request of an instance also adds alpha for each of its iterations.
+    If the flag is True, the first (longest) request of an instance also adds the instance's alpha for each iteration
+    that the request takes.
     """
     work_s, alpha_s = columns.work_s[configuration], columns.alpha_s[configuration]
     share = np.maximum(columns.footprint / columns.capacity[configuration], 1 / columns.slots[configuration])
@@ -37,8 +39,9 @@ def least_s(columns: ProblemColumns, configuration: int, instances: int) -> floa
 
 
 def orders(columns: ProblemColumns) -> list[Ints]:
-    """Return the orders of requests to try. All are longest first. Requests of equal length are in input order and, if
-    that differs and there are not too many requests, also in the order of their ids."""
+    """Return the orders in which to try placing the requests. All orders are longest first. In the first order,
+    requests of equal length are in input order. A second order, in which they are sorted by id, is added if it differs
+    from the first and there are not too many requests."""
     ids = columns.problem.requests.ids
     if columns.count > 4 * MANY or len(np.unique(columns.remaining)) == columns.count:
         return [columns.longest_first]
@@ -77,8 +80,8 @@ def one_by_one(
 def onto_least_loaded(instances: int, loads: Sequence[float], alone: Sequence[float]) -> list[int]:
     """Place requests in the given order on the least loaded of equal instances; return the instance of each request.
 
-    The lowest index breaks ties. The first request of an instance is its longest. In addition to its load, it adds its
-    entry in `alone`, which is the time of its iterations in seconds.
+    The lowest index breaks ties. Requests are given longest first, so the first request on an instance is its longest.
+    That request adds its entry in `alone`, the time of its iterations in seconds, in addition to its entry in `loads`.
     """
     heap = [(0.0, place) for place in range(instances)]
     empty = [True] * instances

@@ -1,12 +1,13 @@
 """Tighten the lower bound of the makespan for small numbers of GPUs, by allowing only whole instances.
 
-Give each request a weight. An instance that ends by T and whose longest request has L tokens serves requests of at most
-L tokens, and their work leaves time for L iterations. The maximum weight that it can serve is found by filling a
-fractional knapsack in order of weight per second. Sort the instances of a placement by descending L. All requests
-longer than the L of an instance are served by the instances before it. Therefore, the more weight the earlier instances
-serve, the smaller L may be, and the more weight the instance itself can serve. The maximum weight that u GPUs serve is
-found by dynamic programming over the last instance. If it is less than the weight of all requests, T cannot be met.
-This holds for any weights, but some weights give higher bounds than others.
+Give each request a weight. An instance that ends by T and whose longest request has L tokens serves only requests of at
+most L tokens, and their work must fit in T minus the fixed time of L iterations. The maximum weight that such an
+instance can serve is found by filling a fractional knapsack in order of weight per second. Sort the instances of a
+placement by descending L. All requests longer than the L of an instance are served by the instances before it.
+Therefore, the more weight the earlier instances serve, the smaller L may be, and the more weight the instance itself
+can serve. The maximum weight that u GPUs serve is found by dynamic programming over the last instance. If it is less
+than the weight of all requests, T cannot be met. This holds for any weights, but some weights give higher bounds than
+others.
 """
 
 from bisect import bisect_right
@@ -106,8 +107,9 @@ class _Stairs:
         return most[-1] < enough
 
     def _served(self, place: int, option: InstanceOption, makespan_s: float) -> list[float]:
-        """Return, for each class of lengths, the maximum weight served by an instance whose longest request is of that
-        class or of a longer one."""
+        """Return, for each class of lengths, the maximum weight that an instance of `option` can serve within the
+        makespan if its longest request is in this class or in a class of longer requests. `place` is the index of
+        `option`."""
         free_s = makespan_s - option.switch_s
         limit = min(_filled(*knapsack, free_s) for knapsack in self.rooms[place])
         rooms_s = (free_s - option.alpha_s * self.shortest).tolist()
@@ -150,8 +152,8 @@ def _filled(costs_s: Floats, gains: Floats, room_s: float) -> float:
 
 
 def _starts(remaining: Floats, classes: int) -> Ints:
-    """Return the start indices of length classes with about equal numbers of tokens. Each of the longest requests is a
-    class."""
+    """Return the start indices of length classes with about equal numbers of tokens. Each of the SINGLE longest
+    requests forms a class of its own."""
     share = np.cumsum(remaining) / remaining.sum()
     cuts = np.searchsorted(share, np.linspace(0, 1, classes + 1)[1:-1])
     starts: Ints = np.unique(np.concatenate((np.arange(min(len(remaining), SINGLE)), cuts)))

@@ -176,10 +176,10 @@ def _boundary_gbps(problem: SyncProblem) -> Floats:
 
 
 class _Program:
-    """A linear program for the shortest time in which given amounts of data pass the limits of a network. `load` adds
-    an amount that uses the capacity of given limits. `spread` adds an amount that is divided among alternatives, each
-    of which uses the capacity of several limits. If the problem has no fixed connections between pods, `pod_in`,
-    `pod_out` and `pair` are not limits."""
+    """A linear program for the shortest time in which given amounts of data pass through a network. A limit is a
+    resource of the network with a limited rate, such as a NIC. `load` adds an amount that passes through all given
+    limits. `spread` adds an amount that is divided among alternatives, each of which passes through several limits. The
+    limits `pod_in`, `pod_out` and `pair` exist only if the problem has fixed connections between pods."""
 
     def __init__(self, problem: SyncProblem) -> None:
         self._problem = problem

@@ -65,9 +65,9 @@ def _budgets(pod: LocalPod) -> tuple[list[float], list[float]]:
 
 
 def _spread(pod: LocalPod, only: Sequence[tuple[set[int], set[int]]]) -> tuple[float, tuple[Ints, ...]]:
-    """Return the longest overrun of an endpoint or a ToR in seconds, and a tree for each piece. `only` has two sets for
-    each piece: the only endpoint, and the only ToR, that can start its tree. Both reserve time for one child until the
-    tree is built."""
+    """Build the trees. Return the longest time, in seconds, by which an endpoint or a ToR exceeds its time budget, and
+    a tree for each piece. `only` holds two sets for each tree: the endpoint and the ToR that alone can start the tree,
+    if any. Such an endpoint or ToR keeps enough time free to send to one child until the tree is started."""
     budget, tor_budget = _budgets(pod)
     for piece, (ends, tors) in zip(pod.pieces, only, strict=True):
         _spend(budget, ends, piece.gigabits)
@@ -82,8 +82,8 @@ def _spread(pod: LocalPod, only: Sequence[tuple[set[int], set[int]]]) -> tuple[f
 
 
 def _only_ways(pod: LocalPod, piece: LocalPiece, budget: list[float]) -> tuple[set[int], set[int]]:
-    """Return the only endpoint with time to send the piece, and the only ToR from which the piece can be sent to other
-    ToRs. Each of the two sets is empty unless there is exactly one candidate."""
+    """Return two sets: the only endpoint with time to send the piece, and the only ToR from which the piece can be sent
+    to other ToRs. A set is empty if no such endpoint or ToR exists, or if several exist."""
     able = {source for source in piece.sources if budget[source] >= piece.gigabits * _LESS and piece.receivers}
     here = {pod.tor[source] for source in piece.sources}
     leaves = any(pod.tor[receiver] not in here for receiver in piece.receivers)
@@ -274,8 +274,8 @@ class EdgeLaying:
 
 
 class EdgeRow(NamedTuple):
-    """The edges of one piece, or of one stripe of it, in a wave. `src`, `dst` and `above` have one entry per edge;
-    `above` is the number of edges above it in the wave."""
+    """The edges of one piece, or of one stripe of it, in a wave. `src`, `dst` and `above` have one entry per edge. An
+    entry of `above` is the number of edges above that edge in the wave."""
 
     shard: int
     offset: int

@@ -144,8 +144,8 @@ def _is_fed(peer: PeerId, ranges: Sequence[Range], running: Sequence[PeerFlow]) 
 
 
 def _parts(lacking: Mapping[PeerId, Sequence[Range]], feeds: Sequence[PeerFlow], most: int) -> Iterator[Range]:
-    """Yield the ranges that any peer lacks, as (first, last) with `last` excluded. Ranges are cut wherever the set of
-    peers that lack them or the set of flows changes, and after at most `most` bytes."""
+    """Yield the ranges that at least one peer lacks, as (first, last) with `last` excluded. All bytes of a range are
+    lacked by the same peers and brought by the same flows of `feeds`. No range has more than `most` bytes."""
     points = {at for ranges in lacking.values() for first, size in ranges for at in (first, first + size)}
     least, greatest = min(points), max(points)
     points |= {at for each in feeds for at in (each.offset, each.offset + each.bytes) if least < at < greatest}

@@ -195,7 +195,8 @@ def _joined(way: list[TimedFlow]) -> Iterator[TimedFlow]:
 
 @dataclass(frozen=True, slots=True)
 class LeftForMoves:
-    """The share of the most loaded NIC that remains for a KV move, and the activities that use the rest."""
+    """The share of the most loaded NIC that remains for a KV move, and the names of the activities that also use the
+    NICs."""
 
     share: float = 1.0
     taken_by: tuple[str, ...] = ()

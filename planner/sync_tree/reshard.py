@@ -1,5 +1,5 @@
-"""Derive the minimal set of shards between the layouts of the trainer and the engines, and the order of bytes in each
-shard. Has no side effects.
+"""Derive the minimal set of shards that brings the weights from the trainer's layout to those of the engines, and the
+order of bytes in each shard. Has no side effects.
 
 All elements with the same holders and the same receivers form one shard, across parameters. The bytes of a shard are
 its slices in sequence. Each slice is a box in row-major order, and `LocalShard` describes its place in memory on either
@@ -61,9 +61,10 @@ def reshard_boxes(
     having: Mapping[int, Mapping[str, Sequence[Box]]],
     needing: Mapping[int, Mapping[str, Sequence[Box]]],
 ) -> tuple[ReshardedVersion, ...]:
-    """Return the shards for given boxes. `tensors` has the shape and the bytes per element of each tensor. `having` and
-    `needing` have the boxes that each endpoint holds and needs. The function is faster if endpoints with equal boxes
-    share one mapping object. Raises ValueError if an endpoint needs elements that no endpoint has."""
+    """Return the shards that bring to each endpoint the boxes that it needs. `tensors` maps the name of each tensor to
+    its shape and its number of bytes per element. `having` and `needing` map each endpoint to the boxes of each tensor
+    that it holds or needs, respectively. The function is faster if endpoints with equal boxes share one mapping object.
+    Raises ValueError if an endpoint needs elements that no endpoint has."""
     groups = _alike(having), _alike(needing)
     parts: _Parts = {}
     known: dict[tuple[object, ...], list[_Cell]] = {}

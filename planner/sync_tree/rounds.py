@@ -184,8 +184,9 @@ class _Rounds:
         return columns[0], columns[1]
 
     def _enter(self, budget: _Budget, seconds: float, least_bytes: int, taken: list[float]) -> None:
-        """Send pieces of at least `least_bytes` into pods from other pods: for each group, as many pieces as a single
-        receiver can receive in a wave. `taken` has the gigabits already sent to each group in the wave."""
+        """Send pieces of at least `least_bytes` into pods from other pods. Each group is sent at most as many pieces as
+        a single receiver can receive in a wave of `seconds`. `taken` has the gigabits already sent to each group in the
+        wave."""
         order = sorted(
             (number for number, group in enumerate(self._groups) if group.waiting),
             key=lambda number: -sum(piece.bytes for piece in self._groups[number].waiting),

@@ -166,9 +166,10 @@ def _divided(
 
 
 def _kv_heads(name: str, shape: tuple[int, ...], shapes: Shapes) -> int:
-    """Return the number of KV heads, or 0 if it is unknown. The number is derived from the size of a head's norm. If
-    there are as many KV heads as query heads, the number of rows is returned, which is sufficient because TP divides
-    the rows. Otherwise, the rows do not suffice, because vLLM copies heads if there are fewer heads than ranks."""
+    """Return the number of KV heads, or 0 if it is unknown. The number is derived from the head size, which is the
+    length of the norm of the keys. Without this norm, the number of rows is returned if there are as many KV heads as
+    query heads: TP then divides the rows evenly, whatever the number of heads. If there are fewer KV heads, their
+    number must be known, because vLLM copies heads if there are fewer heads than ranks."""
     before = name[: name.rindex(".self_attn.") + len(".self_attn.")]
     norm = shapes.get(f"{before}k_norm.weight")
     if norm is not None and len(norm) == 1 and shape[0] % norm[0] == 0:

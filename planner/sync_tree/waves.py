@@ -189,8 +189,8 @@ class _Filling:
         return max(making.floor_s, own_s)
 
     def _can_spread(self, making: WaveDraft, group: PieceGroup, piece: ShardPiece, floor_s: float) -> bool:
-        """Return whether the group's receivers can send the piece to each other in addition to the pieces that they
-        already send in the wave."""
+        """Return whether the group's receivers can send the piece to each other within `floor_s` seconds, in addition
+        to the pieces that they already send in the wave."""
         number = piece.groups[group.pod]
         inside = self._sent_inside(group, piece) * piece.gigabits
         return not inside or making.group_sent[number] + inside <= floor_s * self._group_gbps[number] / _LESS
@@ -214,7 +214,9 @@ class _Filling:
     def _ways(
         self, making: WaveDraft, piece: ShardPiece, into: int, floor_s: float, most_roots: tuple[int, int]
     ) -> Iterator[tuple[tuple[float, ...], int, int]]:
-        """Yield possible senders of the piece into pod `into`, each as (rank, endpoint, number of pods above)."""
+        """Yield the possible senders of the piece into pod `into`, each as (rank, endpoint, number of pods above). The
+        sender with the lowest rank is the best. `floor_s` is the duration of the wave with the piece, unless the sender
+        prolongs it, and `most_roots` is the result of `_most_roots`."""
         most, most_of_family = most_roots
         is_rooted = making.roots[id(piece)] >= most or making.family_roots[piece.family] >= most_of_family
         for pod, ends in piece.sources.items():

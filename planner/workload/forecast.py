@@ -1,11 +1,10 @@
 """Forecast the remaining tokens of the requests in flight, as distributions, as a histogram and as one estimate per
 request. Has no side effects.
 
-Section 4.1 of the paper uses step-level distributions instead of a guess per request. The length of a running request
-is known only up to its current length, and that of an output cut by `max_tokens` only up to the cut. Both are treated
-as censored (the estimator of Kaplan and Meier), because the first requests to finish are short and do not represent the
-step. The forecast made before the step has the weight of a number of further requests, which depends on how well it
-fits the step.
+Section 4.1 of the paper uses step-level distributions instead of a guess per request. The first requests to finish are
+short and do not represent the step. Running requests, and outputs that were cut by `max_tokens`, are therefore included
+as censored observations, of which only a minimum length is known (the estimator of Kaplan and Meier). The forecast made
+before the step has the weight of a number of further requests, which depends on how well the forecast fits the step.
 """
 
 from collections.abc import Sequence
@@ -208,7 +207,7 @@ def conditional_lengths(
     """Estimate the distributions of output lengths: a common distribution, and one for each tag.
 
     The inputs are finished outputs, running outputs (`generated_tokens` and `tags` of each) and the forecast made
-    `before` the step. Raises ValueError if the bins of `before` differ in number or size.
+    `before` the step. Raises ValueError if the bins of `before` do not match `bin_tokens` and `max_output_tokens`.
     """
     bins = ceil(max_output_tokens / bin_tokens)
     if before is not None and (before.bin_tokens, len(before.shares)) != (bin_tokens, bins):
@@ -297,7 +296,7 @@ class _Seen:
         """Count ends and running requests by bin.
 
         A running request is added to the number at risk in its current bin, weighted by the fraction of the bin that it
-        has generated. Otherwise, the outputs that ended in this bin would appear to be all outputs that reach the bin.
+        has generated. Without these requests, it would seem that every output that reaches the bin also ends in it.
         """
         bins = len(counts.ended)
         done = np.minimum(generated // bin_tokens, bins)
@@ -339,8 +338,9 @@ class _Prior:
         """Return the most likely of `worths` given the observations, or the first of them if the observations are
         inconclusive.
 
-        Bins are merged into bands with a few expected ends. If the expectation is worth w requests, the number of ends
-        in a band has the variance of sampling, times 1 plus the ratio of the band's requests to the prior's requests.
+        Bins are merged into bands with a few expected ends. The variance of the number of ends in a band is that of
+        sampling, multiplied by 1 + n/m. Here, n is the number of observed requests at risk in the band, and m is the
+        number of the prior's requests at risk in it.
         """
         gaps = [gap for one in seen for gap in self._gaps(one)]
         if not gaps:
@@ -385,7 +385,7 @@ def _survival(shares: NDArray[np.float64]) -> Survival:
 
 
 def _with_trace(survival: Survival) -> Survival:
-    """Return the curve with a minimum that makes every length up to the last bin possible; longer outputs remain
-    impossible."""
+    """Return the curve, raised where necessary so that every length up to the last bin is possible. Longer outputs
+    remain impossible."""
     floor = TRACE * np.arange(len(survival) - 1, -1, -1) / (len(survival) - 1)
     return np.append(np.maximum(survival, floor)[:-1], 0.0)

@@ -37,8 +37,8 @@ class KnownLengths:
 
 
 class RemainingTokensEstimator:
-    """Estimates remaining tokens. The distribution is rebuilt for a new step, for a new forecast, or after enough new
-    lengths."""
+    """Estimates remaining tokens. The distributions are rebuilt when a step begins, when the forecast or the bins
+    change, and when enough further outputs have finished."""
 
     def __init__(self) -> None:
         self._lengths: ConditionalLengths | None = None

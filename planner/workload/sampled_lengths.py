@@ -1,8 +1,8 @@
 """Sample the remaining tokens of each request. Has no side effects, and is deterministic for a given seed.
 
-A plan must be good for any likely lengths, so candidates are evaluated on several samples, which are the same for all.
+A plan must be good for any likely lengths. All candidates are therefore evaluated on the same set of several samples.
 In each sample, every request has a separate draw from its conditional distribution. The greatest length among a few
-requests differs much between samples, and so may the best fleet.
+requests differs greatly between samples, and the best fleet may differ as well.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,8 +35,8 @@ class SampledLengths:
 
 
 def sampled(expected: Forecast, requests: int, count: int, seed: int) -> SampledLengths:
-    """Return `count` samples of the remaining tokens of the forecast's requests, of which there are `requests`. The
-    mean and a high quantile of each request's distribution are included."""
+    """Return `count` samples of the remaining tokens of the forecast's requests, with the mean and a high quantile of
+    each request's distribution. `requests` is the number of these requests."""
     rng = np.random.default_rng(seed)
     samples = np.empty((count, requests), dtype=np.int64)
     for row in samples:

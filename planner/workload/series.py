@@ -65,7 +65,7 @@ class LengthCounts:
     def shares(self) -> Shares:
         """Return the shares of outputs by bin as if none were cut (the estimator of Kaplan and Meier).
 
-        The last bin takes the remainder.
+        The last bin includes all outputs that would be longer.
         """
         ended = np.array(self.ended)
         at_risk = self.at_risk()
@@ -216,7 +216,8 @@ class SeriesForecaster:
         return replace(self, next=following, forecasts=forecasts, components=components, fit_age_steps=age, fits=fits)
 
     def _choice(self, refused: str) -> tuple[str, str]:
-        """Return the method with the least recent error, and the reason for choosing it."""
+        """Return the method with the least recent error, and the reason for choosing it. `refused` is the reason why
+        ARIMA cannot forecast the step, or empty if it can."""
         if len(self.steps) < 2:
             return "last_step", "only one step is known"
         candidates = ["ewma", "last_step"] + ([] if refused else ["arima"])

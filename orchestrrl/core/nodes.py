@@ -179,7 +179,7 @@ class NodeRegistry:
         away = [known for known in self._known.values() if not known.attached]
         if not away:
             limit = f"at most {self._most_nodes} nodes can be attached at a time (limits.nodes)"
-            raise LimitReached(f"node_id: {limit}, got the additional node {shorten(node)}")
+            raise LimitReached(f"node_id: cannot attach node {shorten(node)}: {limit}")
         del self._known[min(away, key=lambda known: known.last_report_s).attachment.hello.node]
 
     def end_all(self) -> None:

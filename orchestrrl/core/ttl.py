@@ -7,9 +7,9 @@ MOST_S = 1e9  # about 30 years: a later time may not be a valid date
 
 
 def lifetime_faults(ttl_s: float, field: str = "ttl_s", until: str = "released") -> list[str]:
-    """Return the fault of `ttl_s` as a list of one text, or an empty list if `ttl_s` is valid. `field` is the name
-    under which the fault is reported. `until` is the event that ends an order without an expiry, for example
-    "released"."""
+    """Return a list with one message if `ttl_s` is invalid, and an empty list otherwise. `field` is the name that the
+    message gives to the value. `until` is part of the message: the event that ends an order without an expiry, for
+    example "released"."""
     if 0 <= ttl_s <= MOST_S:
         return []
     most = f" and <= {MOST_S:.0f}" if MOST_S < ttl_s < math.inf else ""

@@ -52,8 +52,8 @@ class ModeSwitch:
             self._only_advise(_damage_of(self._journal))
 
     def _stop_acting(self, defect: Defect) -> None:
-        """Switch to `advise` after the same exception has repeatedly ended ticks of a part of the daemon that acts on
-        the fleet."""
+        """Switch to `advise` mode if the mode is `act` and `defect` occurred in a part of the daemon that acts on the
+        fleet. It is called when ticks of one part have repeatedly failed with the same exception."""
         if self.current is not Mode.ACT or defect.part not in ACTING:
             return
         self._only_advise(f"{defect.part} failed {REPEATED} times in a row: {defect}")

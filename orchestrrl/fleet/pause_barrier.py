@@ -331,7 +331,8 @@ class PauseBarrier:
         self._break_off(f"gateway {node} detached")
 
     def reported(self, node: NodeId, report: BarrierReport) -> None:
-        """Order a gateway again to open if it still reports a lease that has ended."""
+        """Handle a gateway's report. If it still names a lease that ended a while ago, order the gateway to open once
+        more."""
         if report.phase is BarrierPhase.OPEN or self._fleet.weights.lease is not None or report.lease not in self._over:
             return
         opened = self._end(report.lease)

@@ -1,5 +1,5 @@
-"""Fitted engine constants. `orchestrrl profile fit` writes this file; do not edit it. The names are documented in
-engine_constants.py."""
+"""Fitted engine constants. `orchestrrl profile fit` writes this file; do not edit it. The names are
+documented in engine_constants.py."""
 
 FITTED_ON = "2026-11-21"
 FITTED_TO = "silicon_decode_h100_h200.csv"

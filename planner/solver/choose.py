@@ -1,8 +1,8 @@
-"""Among the placements with about the best makespan, choose the one with the fewest changes.
+"""Choose, among the placements whose makespan is close to the best, the one that changes the fleet least.
 
-The number of moves is then reduced without making the makespan much longer. Requests of about equal length swap
-instances so that as many as possible stay where they are. Requests are also moved back if their original instance still
-finishes in time.
+Then reduce the number of requests that move, without making the makespan much longer. The planned instances of requests
+of similar length are exchanged if this lets more of the requests stay on their current instance. A request also returns
+to its current instance if it still finishes there in time.
 """
 
 import math

@@ -55,10 +55,11 @@ class LiveFleet:
     notes: tuple[str, ...]
 
     def expecting(self, remaining_tokens: NDArray[np.int64]) -> "LiveFleet":
-        """Return a copy in which the requests have the estimated remaining lengths `remaining_tokens`. In the original,
-        every remaining length is 1.
+        """Return a copy of the fleet in which each request has the given estimate of its remaining length. Before this
+        call, all estimates are 1.
 
-        An engine admits a request only if its full length fits, so lengths are limited to the largest KV cache.
+        Estimates are reduced where necessary, so that the full length of each request fits in the largest KV cache.
+        Otherwise, no engine would admit the request.
         """
         room = max(configuration.kv_capacity_tokens for configuration in self.problem.configurations)
         context = np.minimum(self.problem.requests.context_tokens, room - 1)

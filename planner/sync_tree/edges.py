@@ -307,9 +307,10 @@ def wave_of(problem: SyncProblem, rows: Sequence[EdgeRow]) -> Wave:
 
 
 def equalise(problem: SyncProblem, crossings: Sequence[PodCrossing], left: Ints, between: Ints | None) -> None:
-    """Assign spare circuits one at a time, each to the crossing that would take longest, if both of its pods have a
-    spare circuit. `left` has the number of spare circuits of each pod. `between` has the number of spare circuits of
-    each pair of pods, or is None if any two pods can be connected. Both arrays are updated."""
+    """Assign spare circuits one at a time. Each goes to the crossing that currently takes longest among those whose
+    pods both have a spare circuit and whose endpoints' NICs are not yet saturated. `left` has the number of spare
+    circuits of each pod. `between` has the number of spare circuits of each pair of pods, or is None if any two pods
+    can be connected. Both arrays are updated in place."""
     gbps = [problem.circuit_gbps(int(problem.pod[each.src]), int(problem.pod[each.dst])) for each in crossings]
     queue = [(-each.piece.gigabits / gbps[number], number) for number, each in enumerate(crossings)]
     heapq.heapify(queue)

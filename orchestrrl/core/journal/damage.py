@@ -293,7 +293,8 @@ def number_sum(meta: Mapping[str, int]) -> int:
 
 
 def schema_sum(db: sqlite3.Connection) -> int:
-    """Return the checksum of the definitions of all tables and indices. The connection must read texts as bytearray."""
+    """Return the checksum of the definitions of all tables and indexes. The `text_factory` of the connection must be
+    `bytearray`."""
     rows = db.execute("SELECT type, name, tbl_name, sql FROM sqlite_schema ORDER BY name").fetchall()
     text = b"\n".join(each for row in rows for each in row if isinstance(each, bytearray))
     return checksum(0, 0.0, 0, b"schema", b"", text)

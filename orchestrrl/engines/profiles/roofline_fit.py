@@ -126,8 +126,8 @@ def write_fitted(path: Path, sets: Mapping[str, Mapping[str, float]], errors: Fl
     `left_out_errors`, and `source` names the measurements."""
     rows = [(name, ", ".join(f"{values[name]:.4g}" for values in sets.values())) for name in sets[ALL_MODELS]]
     lines = [
-        '"""Fitted engine constants. `orchestrrl profile fit` writes this file; do not edit it. The names are documented in',
-        'engine_constants.py."""',
+        '"""Fitted engine constants. `orchestrrl profile fit` writes this file; do not edit it. The names are',
+        'documented in engine_constants.py."""',
         "",
         f'FITTED_ON = "{today.isoformat()}"',
         f'FITTED_TO = "{source}"',

@@ -288,7 +288,8 @@ class Scheduler:
         return (low, low_s) if low else (0, slowdown * self.shape.steps_s(1, batch, kv_tokens) + prefill_s)
 
     def _can_admit_later(self) -> bool:
-        """Return whether the head of the queue can be admitted at the next step, for example after a preemption."""
+        """Return whether the request at the head of the queue fits now, although it was not admitted at this step. This
+        is the case, for example, if a preemption has freed blocks since."""
         if not self.waiting or len(self.running) >= self.shape.max_num_seqs:
             return False
         return self._needed_blocks(self.waiting[0]) <= self._free_blocks

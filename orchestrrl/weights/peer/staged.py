@@ -201,9 +201,9 @@ class StagedVersion:
         return apart
 
     def take_content_sum(self) -> None:
-        """Compute the checksum of the install folder in advance, because the computation takes long. The version must
-        be complete and checked. If there are no block checksums, the method does nothing, because a change of the bytes
-        would not be detected."""
+        """Compute the checksum of the install folder before it is needed, because the computation takes a long time.
+        The version must be complete and checked. The method does nothing if the version has no block checksums: without
+        them, a later change of the bytes would not be noticed, so the checksum could become wrong."""
         if self._model_has and all(state.map.sums for state in self._shards.values()):
             with suppress(Retryable, BrokenCheckpoint):  # the load reports these errors
                 self._content = self._bytes, folder_sum(self.install_folder())

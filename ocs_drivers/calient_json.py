@@ -71,7 +71,7 @@ def ports(body: object) -> dict[str, tuple[PortStatus, float | None]]:
     for row in _rows(body, "port"):
         name = _name(row.get("port"))
         if name in found:
-            raise ValueError(f"port {name} is listed twice")
+            raise ValueError(f"the device lists port {name} twice")
         found[name] = _status(row), _power(row.get("inpower"))
     if not 2 <= len(found) <= MAX_PORTS:
         raise ValueError(f"the switch must list 2..{MAX_PORTS} ports, got {len(found)}")

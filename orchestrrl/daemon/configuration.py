@@ -184,7 +184,7 @@ def cross_faults(document: dict[Any, Any], profile: "Profile | None") -> list[st
         if isinstance(wanted, str) and wanted not in known:
             listing = ", ".join(known) or "none"
             path = f"fleet.engines[{index}].configuration"
-            faults.append(f"{path}: is not one of fleet.configurations (known: {listing}), got {wanted!r}")
+            faults.append(f"{path}: must be one of fleet.configurations ({listing}), got {wanted!r}")
     return faults + _gpu_faults(fleet, engines)
 
 

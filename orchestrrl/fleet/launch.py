@@ -53,9 +53,7 @@ def spec_of(
     layouts = fleet.layouts()
     if configuration not in layouts:
         known = ", ".join(sorted(layouts)) or "none"
-        raise ProblemFaults(
-            [f"configuration: is not one of fleet.configurations (known: {known}), got {configuration!r}"]
-        )
+        raise ProblemFaults([f"configuration: must be one of fleet.configurations ({known}), got {configuration!r}"])
     costs = {each.id: each for each in fleet.configuration_values()}[configuration]
     simulated = fleet.launch is not None and fleet.launch.engine is EngineProduct.SIMULATED
     own = fleet.launch.configurations.get(configuration) if fleet.launch is not None else None
@@ -128,7 +126,7 @@ def launch_faults(fleet: Mapping[Any, Any], known: Iterable[str]) -> list[str]:
         if name not in known:
             listing = ", ".join(sorted(known)) or "none"
             path = f"fleet.launch.configurations.{name}"
-            faults.append(f"{path}: is not one of fleet.configurations (known: {listing}), got {name!r}")
+            faults.append(f"{path}: must be one of fleet.configurations ({listing}), got {name!r}")
     transfer = fleet.get("kv_transfer")
     if isinstance(transfer, dict) and transfer.get("connector") and section.get("kv_directory") is None:
         faults.append("fleet.launch.kv_directory: must be given if fleet.kv_transfer has a connector, got nothing")

@@ -37,7 +37,7 @@ class _Sender:
 
 @dataclass(slots=True)
 class Reporters:
-    """The senders that report one subject, and the current leader."""
+    """The senders that report on one subject, and the current leader among them."""
 
     _senders: dict[Hashable, _Sender] = field(default_factory=dict)
     _lead: _Sender | None = None

@@ -162,8 +162,8 @@ class Gateway:
         return RequestGroup(request, self, named_body)
 
     def relay(self, record: RequestRecord, grown: Callable[[RequestRecord], None]) -> RequestRelay:
-        """Register a relay for the record and return it. `grown` is called with the record when a streamed record grows
-        and when the record ends."""
+        """Register a relay for the record and return it. `grown` is called with the record when the record ends
+        and, if the record is streamed, each time it grows."""
         relay = RequestRelay(record, self.fleet, self.limits, grown)
         self.relays[record.id] = relay
         self.groups.enter(record)

@@ -420,7 +420,7 @@ class GatewayPause:
         found = {engine: backend for engine in engines if (backend := self._fleet.get(engine)) is not None}
         if unknown := [engine for engine in engines if engine not in found]:
             known = ", ".join(backend.id for backend in self._fleet) or "none"
-            raise Permanent(f"{path}unknown engine {', '.join(map(repr, unknown))}; engines of this gateway: {known}")
+            raise Permanent(f"{path}unknown engines: {', '.join(map(repr, unknown))}; engines of this gateway: {known}")
         return list(found.values())
 
     # --- inside ------------------------------------------------------------------------------------------------------

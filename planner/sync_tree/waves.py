@@ -34,7 +34,7 @@ class BroadcastStrategy:
 
 @dataclass(slots=True)
 class PieceGroup:
-    """The pieces that the same receivers of a pod miss, in the order of sending."""
+    """The pieces that the same set of receivers in a pod lacks, in the order in which they are sent."""
 
     pod: int
     receivers: Ints

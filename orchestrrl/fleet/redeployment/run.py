@@ -87,7 +87,7 @@ class RedeploymentRun(Description[RedeployStep]):
         return verified_s[-1] - min(began_s) if verified_s and began_s else None
 
     async def run(self) -> None:
-        """Run the redeployment from the beginning to its end."""
+        """Run the redeployment from start to finish."""
         # Engines on free GPUs are verified before any engine is emptied that could give reference answers.
         early = next(steps_in(self._stages)).kind in _TAKES_GPUS
         limit_s = self.redeployment.limits.check_s if early else REFERENCE_WITHIN_S

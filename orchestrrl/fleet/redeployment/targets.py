@@ -113,7 +113,7 @@ def _target_faults(wish: RedeployRequest, configurations: Mapping[ConfigurationI
     for place, (target, count) in enumerate(wish.targets):
         if target not in configurations:
             where = f"targets[{place}].configuration"
-            faults.append(f"{where}: is not one of fleet.configurations (known: {known}), got {shorten(target)}")
+            faults.append(f"{where}: must be one of fleet.configurations ({known}), got {shorten(target)}")
         if target in [earlier for earlier, _ in wish.targets[:place]]:
             faults.append(f"targets[{place}].configuration: must not be repeated, got {shorten(target)}")
         if count < 0:

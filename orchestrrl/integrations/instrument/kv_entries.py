@@ -140,7 +140,7 @@ class KvEntryStore:
         others = [name for name in names if name.endswith(".kv") and not name.endswith(f"-of-{self.ranks}.kv")]
         if others:
             raise UnusableEntry(
-                f"the KV entry must be from an engine with {self.ranks} ranks, got a file named {others[0]}"
+                f"the KV entry has the file {others[0]}: it must be from an engine with {self.ranks} ranks"
             )
         if not all(self.file(entry, rank).name in names for rank in range(self.ranks)):
             return None

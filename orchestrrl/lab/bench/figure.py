@@ -1,5 +1,5 @@
 """The result of a benchmark, and a function that measures CPU time. The function alternates between the measured call
-and the baseline, so that noise of the machine affects both."""
+and the baseline, so that background load affects both."""
 
 import time
 from collections.abc import Callable

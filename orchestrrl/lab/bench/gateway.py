@@ -1,7 +1,7 @@
 """Measure the gateway's CPU time, added latency and memory, and compare them with those of plain proxies and routers,
 and with direct requests. Also measure the CPU time of the gateway's ledger on disk.
 
-One engine with minimal CPU cost serves all paths in rotation, so that noise of the machine affects all paths alike. The
+One engine with minimal CPU cost serves all paths in rotation, so that background load affects all paths alike. The
 gateway does more than a proxy: it requests a stream of token ids from the engine, stores every token of every request,
 and can continue each request on another engine at any time.
 """

@@ -222,8 +222,8 @@ class Scheduler:
         return self._blocks_of(sequence.context_tokens + 1) - self._cached_blocks(sequence)
 
     def _schedule(self) -> int:
-        """Reserve a block for each running sequence's next token, and preempt sequences if blocks are missing. Then
-        admit sequences from the queue. Return the number of tokens to prefill."""
+        """Reserve a block for each running sequence's next token, and preempt sequences if there are too few free
+        blocks. Then admit sequences from the queue. Return the number of tokens to prefill."""
         preempted = False
         index = 0
         while index < len(self.running):

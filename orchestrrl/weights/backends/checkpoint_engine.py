@@ -123,7 +123,7 @@ class CheckpointEngineBackend:
                 await transfers.end(version)
             case _:
                 raise Permanent(
-                    f"backend checkpoint_engine does not support action {act!r} at engines; use the same version of"
+                    f"backend checkpoint_engine does not support action {act!r} on engines; use the same version of"
                     " OrchestrRL for the daemon and the peer"
                 )
         return {}

@@ -148,7 +148,7 @@ class VllmTransferBackend:
                 await transfers.finish(version, within_s)
             case _:
                 raise Permanent(
-                    f"backend vllm_transfer does not support action {act!r} at engines; use the same version of"
+                    f"backend vllm_transfer does not support action {act!r} on engines; use the same version of"
                     " OrchestrRL for the daemon and the peer"
                 )
         return {}

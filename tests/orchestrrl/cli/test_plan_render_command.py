@@ -187,7 +187,7 @@ def test_all_errors_of_the_launch_section_are_reported_at_once() -> None:
         "fleet.launch.device: should be 'cuda' or 'cpu', got 'tpu'",
         "fleet.launch.environment.A: should be a valid string, got 1",
         "fleet.launch.colour: is not a known field, got 'red'",
-        "fleet.launch.configurations.tp9: is not one of fleet.configurations (known: afd, tp16, tp2, wide), got 'tp9'",
+        "fleet.launch.configurations.tp9: must be one of fleet.configurations (afd, tp16, tp2, wide), got 'tp9'",
         "fleet.launch.kv_directory: must be given if fleet.kv_transfer has a connector, got nothing",
         "fleet.launch.ports: must have 4 ports for each of a node's 8 GPUs, got [8100, 8110]",
         "fleet.launch.cores_per_gpu: is only for device cpu, got 2",

@@ -335,10 +335,10 @@ async def test_excluded_engine_stays_paused_until_its_version_is_set() -> None:
         await w.gateway.barrier.set_version((EngineId("e0"),), 3)
         await w.clock.advance(1.0)
         assert not w.engines["e0"].paused
-    with pytest.raises(Permanent, match="unknown engine 'e7'"):
+    with pytest.raises(Permanent, match="unknown engines: 'e7'"):
         await w.gateway.barrier.set_version((EngineId("e7"),), 3)
     await (await close(w, lease="m"))
-    with pytest.raises(Permanent, match="without: unknown engine 'e7'; engines of this gateway: e0, e1"):
+    with pytest.raises(Permanent, match="without: unknown engines: 'e7'; engines of this gateway: e0, e1"):
         await open_barrier(w, 4, ("e7",), lease="m")
     assert w.gateway.barrier.closed is not None
 

@@ -97,7 +97,7 @@ async def test_refused_barrier_calls_explain_why(harness: Harness) -> None:
         "/orchestrrl/resume", {"lease_id": barrier["lease_id"], "without_engines": ["e9"]}
     )
     assert status == 409
-    assert "unknown engine 'e9'; engines of this gateway: e0, e1" in reply["error"]["message"]
+    assert "unknown engines: 'e9'; engines of this gateway: e0, e1" in reply["error"]["message"]
     assert (await harness.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"]}))[0] == 200
     status, reply = await harness.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"]})
     assert status == 409

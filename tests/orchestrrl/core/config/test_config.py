@@ -92,7 +92,7 @@ def test_all_faults_are_reported_with_path_and_value() -> None:
         "fleet.engines[0].url: must be an http:// or https:// URL, got 'ftp://x'",
         "ocs[0].timeout_s: is not a known field, got 3",
         "fleet.engines[1].id: must not be the id of fleet.engines[0], got 'a'",
-        "fleet.engines[0].configuration: is not one of fleet.configurations (known: tp2), got 'tp9'",
+        "fleet.engines[0].configuration: must be one of fleet.configurations (tp2), got 'tp9'",
         "fleet.engines[0].gpus[1]: must be less than fleet.gpus.count (2), got 5",
         "fleet.engines[1].gpus[0]: must not be in use by fleet.engines[0], got 0",
     ]

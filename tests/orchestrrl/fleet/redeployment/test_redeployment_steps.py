@@ -287,7 +287,7 @@ def test_existing_engines_are_kept() -> None:
         (
             RedeployRequest((("tp9", 1), ("tp1", -1), ("tp1", 2))),
             [
-                "targets[0].configuration: is not one of fleet.configurations (known: tp1, tp2, tp4), got 'tp9'",
+                "targets[0].configuration: must be one of fleet.configurations (tp1, tp2, tp4), got 'tp9'",
                 "targets[1].engines: must be >= 0 (0: as many as fit), got -1",
                 "targets[2].configuration: must not be repeated, got 'tp1'",
             ],

@@ -487,7 +487,7 @@ def test_version_published_during_a_repair_takes_precedence(tmp_path: Path) -> N
 def test_newer_version_replaces_a_waiting_one_and_install_now_installs_it(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await first(harness)
-        with pytest.raises(Permanent, match="no version waits"):
+        with pytest.raises(Permanent, match="no version is waiting"):
             harness.sync.install_now("", "")
         two = harness.publish(2, install="next_pause")
         await harness.pass_time(10.0)
@@ -579,7 +579,7 @@ def test_operator_can_abort_before_the_commit(tmp_path: Path) -> None:
             assert "attempt 1: operator: enough" in report.notes
             assert not any(peer.edges for peer in harness.peers.values()), "no edges are left"
             harness.check_one_version(1)
-        with pytest.raises(Permanent, match="over"):
+        with pytest.raises(Permanent, match="has already ended with state aborted"):
             harness.sync.abort(sync_id, "again")
 
     played(tmp_path, scene)

@@ -184,7 +184,7 @@ class CalientRestWire(SwitchWire):
         listed = parse.PortNames(names)
         if self._options.ports not in (None, len(listed.names)):
             raise DriverPermanent(
-                f"the switch lists {len(listed.names)} ports, but the option `ports` is {self._options.ports}"
+                f"the switch has {len(listed.names)} ports, but the option `ports` is {self._options.ports}"
             )
         if self._names is None:
             self._names = listed

@@ -295,9 +295,7 @@ def edit(revision: str, action: Action, pairs: Sequence[CrossConnect]) -> str:
     """Return a <config> that adds or removes these pairs. With the default operation `none`, it affects no other pairs.
     Raises ValueError if there are no pairs."""
     if not pairs:
-        raise ValueError(
-            "the list of circuits must not be empty, because some devices interpret an empty list as all circuits"
-        )
+        raise ValueError("the list of circuits must not be empty: some devices interpret an empty list as all circuits")
     name, operation = yang.pair_list(revision), OPERATION[action]
     entries = "".join(
         f'<{name} nc:operation="{operation}"><ingress>{pair.ingress_port}</ingress>'

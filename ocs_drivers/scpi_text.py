@@ -31,9 +31,7 @@ def setter(action: Action, pairs: Sequence[CrossConnect]) -> str:
     there are no pairs, because `sub` with an empty list could remove every circuit. The verbs that clear a switch,
     `only` and `disc:all`, are never used."""
     if not pairs:
-        raise ValueError(
-            "the list of circuits must not be empty, because some devices interpret an empty list as all circuits"
-        )
+        raise ValueError("the list of circuits must not be empty: some devices interpret an empty list as all circuits")
     ingress = port_list([pair.ingress_port for pair in pairs])
     egress = port_list([pair.egress_port for pair in pairs])
     return f"{_SETTERS[action]}{ingress},{egress}"

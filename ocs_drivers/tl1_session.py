@@ -57,9 +57,7 @@ class Tl1Session:
         wait."""
         while not self._framer.line_so_far.rstrip().endswith(text):
             if self.lost:
-                raise DriverRetryable(
-                    f"the connection failed before the prompt {text!r} appeared: {self.lost}", after_s=0.0
-                )
+                raise DriverRetryable(f"the connection failed before the prompt {text!r}: {self.lost}", after_s=0.0)
             self._has_received.clear()
             await self._has_received.wait()
 

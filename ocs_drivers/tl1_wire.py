@@ -262,7 +262,5 @@ def port_list(ports: Sequence[int]) -> str:
     """Format ports as a list such as `1&2&3`. Raises ValueError if there are none, because some devices interpret an
     empty list as all ports."""
     if not ports:
-        raise ValueError(
-            "the list of circuits must not be empty, because some devices interpret an empty list as all circuits"
-        )
+        raise ValueError("the list of circuits must not be empty: some devices interpret an empty list as all circuits")
     return "&".join(map(str, ports))

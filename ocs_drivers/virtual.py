@@ -59,7 +59,7 @@ class VirtualSwitchWire(SwitchWire):
         self._check_session()
         if not pairs:
             raise ValueError(
-                "the list of circuits must not be empty, because some devices interpret an empty list as all circuits"
+                "the list of circuits must not be empty: some devices interpret an empty list as all circuits"
             )
         command = f"{'connect' if action is Action.ADD else 'disconnect'} {' '.join(map(str, pairs))}"
         try:

@@ -137,9 +137,7 @@ class VllmWeights:
         if failed is not None:
             raise OutcomeUnknown(f"{self._url}: failed to load {folder}: {failed}") from failed
         if (agreed := self._agreed(workers, version)) is None:
-            raise OutcomeUnknown(
-                f"{self._url}: loaded {folder}, but not all workers report version {version}: {workers}"
-            )
+            raise OutcomeUnknown(f"{self._url}: loaded {folder}, but not all workers have version {version}: {workers}")
         return agreed
 
     async def _until_empty(self) -> None:

@@ -119,7 +119,7 @@ class CircuitExecutor:
                     raise CircuitConflict(["no change is on trial, so there is nothing to confirm"], device=switch)
                 if not last.done:
                     raise CircuitConflict(
-                        [f"{last.operation} cannot be confirmed, because it was {last.detail}"], device=switch
+                        [f"{last.operation} cannot be confirmed: it was {last.detail}"], device=switch
                     )
                 return replace(last, detail="was confirmed before")
             _, outcome = self._trials[switch]

@@ -183,9 +183,7 @@ class StageCommitter:
                 short = short or verdict.code in (TOO_SHORT, SHORT)
                 if alarm.done():
                     self._unfit(order, short)
-                    return Hold(
-                        "no_window", f"no suitable window opened by the deadline: {verdict.code}: {verdict.detail}"
-                    )
+                    return Hold("no_window", f"no window opened by the deadline: {verdict.code}: {verdict.detail}")
                 if isinstance(verdict, Hold) and last_hold != verdict:
                     last_hold = verdict
                     order.waiting(verdict)

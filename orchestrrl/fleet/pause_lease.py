@@ -210,9 +210,7 @@ class PauseState:
             return Hold("barrier_closed", f"the pause barrier is {self.phase}: {self.lease}")
         if self.opened is not None and now_s - self.opened.at_s < settle_s:
             since_s = now_s - self.opened.at_s
-            return Hold(
-                "barrier_opened", f"engines resumed {since_s:.1f} s ago; moves resume {settle_s:g} s after that"
-            )
+            return Hold("barrier_opened", f"engines resumed {since_s:.1f} s ago; moves resume {settle_s:g} s later")
         return None
 
     def _source(self, newest: int | None, given: str) -> str:

@@ -199,7 +199,7 @@ class SlackLearner:
         if self._flying:
             first = next(iter(self._flying.values()))
             return Hold(
-                TRAFFIC, f"rank {self.rank} has collectives in flight: {len(self._flying)}, the oldest is {first.op}"
+                TRAFFIC, f"rank {self.rank} has {len(self._flying)} collectives in flight, the oldest is {first.op}"
             )
         if self._opened_s is None:
             return Hold(UNLEARNT, f"rank {self.rank}: no collective seen yet")

@@ -107,7 +107,7 @@ async def test_changed_port_list_is_refused() -> None:
 
 async def test_unexpected_port_count_is_refused() -> None:
     async with switch(ports=320) as (driver, _, _address):
-        async with refusal(DriverPermanent, "lists 32 ports, but the option `ports` is 320"):
+        async with refusal(DriverPermanent, "has 32 ports, but the option `ports` is 320"):
             await driver.facts()
 
 

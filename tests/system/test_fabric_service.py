@@ -189,7 +189,7 @@ def test_training_without_trace_keeps_its_circuits(daemon: str, tmp_path: Path) 
     shown = printed(command(daemon, "fabric", "periods"))
     assert "no_window" in shown
     assert (
-        "gradients: no suitable window opened by the deadline: untraced: no agent reads the recorder of rank 0, 8"
+        "gradients: no window opened by the deadline: untraced: no agent reads the recorder of rank 0, 8"
         in shown
     )
 

@@ -43,4 +43,4 @@ def test_nccl_without_a_gpu_names_the_remedy() -> None:
         "else:\n"
         "    print('made, with', torch.cuda.device_count(), 'GPUs')\n",
     )
-    assert "use transport gloo or tcp" in said or "made, with" in said
+    assert "use gloo or tcp" in said or "made, with" in said

@@ -149,9 +149,7 @@ class JournalReader:
             self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
             self._db.text_factory = bytearray
             if identify(path, self._db) == UNGUARDED:
-                raise Permanent(
-                    f"{path}: has journal format 1; start a daemon to convert it to format {SCHEMA_VERSION}"
-                )
+                raise Permanent(f"{path} has journal format 1; start a daemon to convert it to format {SCHEMA_VERSION}")
 
     def tail(self, count: int, kinds: Sequence[str] = ()) -> list[JournalEntry]:
         """Return the newest `count` entries of the given kinds, oldest first. If `kinds` is empty, entries of all kinds

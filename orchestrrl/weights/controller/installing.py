@@ -127,7 +127,7 @@ class Installing:
         attempt.targets = [engine for engine in [*attempt.targets, *come] if engine in there]
         if not attempt.targets:
             raise SyncFailed(
-                "no_engines", f"no engine is left that can receive version {self._record.report.version}", again=False
+                "no_engines", f"no remaining engine can receive version {self._record.report.version}", again=False
             )
 
     # --- install and verify
@@ -155,7 +155,7 @@ class Installing:
                 results = await self._loaded(attempt, until_s)
             if not results:
                 raise SyncFailed(
-                    "no_engines", f"no engine is left that can receive version {record.report.version}", again=False
+                    "no_engines", f"no remaining engine can receive version {record.report.version}", again=False
                 )
         record.state(SyncState.VERIFYING)
         with record.phase(SyncPhase.VERIFY):

@@ -351,7 +351,7 @@ class SyncRun(Description[SyncStep]):
         has = [engine for engine in attempt.verified if not acts.gone(engine)]
         if not has:
             raise SyncFailed(
-                "no_engines", f"no engine is left that can receive version {record.report.version}", again=False
+                "no_engines", f"no remaining engine can receive version {record.report.version}", again=False
             )
         if lost := acts.lacking(record.report.version, has):
             raise SyncFailed(

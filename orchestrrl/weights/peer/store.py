@@ -228,9 +228,7 @@ def _lock(folder: Path) -> int:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            raise Permanent(
-                f"{folder} is a symbolic link or belongs to another user; set --folder to a folder that you own"
-            )
+            raise Permanent(f"{folder} is a symbolic link or belongs to another user; set --folder to one that you own")
         file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise Permanent(f"cannot use folder {folder}: {error}; choose another folder with --folder") from error

@@ -131,9 +131,7 @@ def _placed(meta: TensorMeta, tensor: Any, local: Any) -> Iterator[TensorPiece]:
 def _cuts(meta: TensorMeta, mesh: Any, placements: Sequence[Any]) -> list[AxisCut]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise Permanent(
-            f"{meta.name}: this rank has no part of the tensor, because it is not in the tensor's device mesh"
-        )
+        raise Permanent(f"{meta.name}: this rank has no part of the tensor: it is not in the tensor's device mesh")
     cuts = []
     for dimension, placement in enumerate(placements):
         if placement.is_replicate():

@@ -26,9 +26,7 @@ class NcclTransport(GroupTransport):
 
     def __init__(self, host: str) -> None:
         if not torch.cuda.is_available() or not dist.is_nccl_available():
-            raise Permanent(
-                "transport nccl needs a GPU and a PyTorch build with CUDA and NCCL; use transport gloo or tcp"
-            )
+            raise Permanent("transport nccl needs a GPU and a PyTorch build with CUDA and NCCL; use gloo or tcp")
         super().__init__(host)
         self._device = torch.device("cuda", 0)
 

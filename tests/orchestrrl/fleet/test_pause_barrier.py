@@ -544,7 +544,7 @@ async def test_pause_waits_for_engines_that_are_being_changed(harness: Harness) 
         with turn.preparing():
             asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest(deadline_s=5.0)))
             await harness.clock.advance(6.0)
-        with pytest.raises(Retryable, match="engines are being started or stopped"):
+        with pytest.raises(Retryable, match="engines are started or stopped"):
             await asked
 
 

@@ -208,7 +208,7 @@ def test_overlapping_collectives_are_traffic_until_last_ends() -> None:
     assert isinstance(predicted, Hold)
     assert (predicted.code, predicted.detail) == (
         TRAFFIC,
-        "rank 0 has collectives in flight: 1, the oldest is all_reduce",
+        "rank 0 has 1 collectives in flight, the oldest is all_reduce",
     )
     learner.ended(other, 3.09)
     assert code(learner.remaining(3.1, Q)) == "promised"

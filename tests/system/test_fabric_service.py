@@ -188,10 +188,7 @@ def test_training_without_trace_keeps_its_circuits(daemon: str, tmp_path: Path) 
     assert "no agent reads the recorder of rank 0, 8" in printed(command(daemon, *words))
     shown = printed(command(daemon, "fabric", "periods"))
     assert "no_window" in shown
-    assert (
-        "gradients: no window opened by the deadline: untraced: no agent reads the recorder of rank 0, 8"
-        in shown
-    )
+    assert "gradients: no window opened by the deadline: untraced: no agent reads the recorder of rank 0, 8" in shown
 
 
 def test_training_is_committed_in_a_reported_window(daemon: str, tmp_path: Path, agent: PlayedAgent) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 
 from planner.model import Act, ConfigurationId, Hold, Mode, Verdict
 
@@ -26,6 +27,7 @@ class OperatorControl:
     configuration: ConfigurationId | None = None
     reason: str = ""
     expires_s: float | None = None
+    since_s: float = 0.0  # when the operator set it
 
     def __post_init__(self) -> None:
         if (self.state is ControlState.OVERRIDDEN) != (self.configuration is not None):
@@ -104,12 +106,16 @@ def judge(proposal: PlanProposal, limits: AdmissionLimits, mode: Mode, control: 
     no_step_times, infeasible, already_deployed, no_baseline, gain_too_small, gain_unsure, better_later, cooldown, the
     code of `blocked`, advise_only. Codes of Act: gain, overridden. The checks for pins, cooldown and `blocked` do not
     apply to a rebalance, because moving requests leaves the deployment unchanged. An override skips the check
-    nothing_to_do and the checks from no_baseline to cooldown. All other checks apply to it.
+    nothing_to_do and the checks of the gain, from no_baseline to better_later. The cooldown applies to it only after a
+    redeployment that ended since the operator set it, so that a failed redeployment is not repeated at once. All other
+    checks apply to it.
     """
     control = control.at(proposal.now_s)
     overridden = control.state is ControlState.OVERRIDDEN and proposal.reconfigures
     hold = _ruled_out(proposal, limits, control)
-    if hold is None and not overridden:
+    if hold is None and overridden:
+        hold = _too_soon(proposal, limits, control.since_s)
+    elif hold is None:
         hold = too_weak(proposal, limits) or _too_soon(proposal, limits)
     if hold is None and proposal.reconfigures and proposal.blocked is not None:
         hold = Hold(proposal.blocked.code, f"{proposal.blocked.detail}; {_case(proposal, overridden, control)}")
@@ -173,8 +179,10 @@ def too_weak(proposal: PlanProposal, limits: AdmissionLimits) -> Hold | None:
     return None
 
 
-def _too_soon(proposal: PlanProposal, limits: AdmissionLimits) -> Hold | None:
-    since_s = None if proposal.last_redeploy_s is None else proposal.now_s - proposal.last_redeploy_s
+def _too_soon(proposal: PlanProposal, limits: AdmissionLimits, counts_from_s: float = -inf) -> Hold | None:
+    """Return a Hold within the cooldown of the last redeployment, unless that ended before `counts_from_s`."""
+    last_s = proposal.last_redeploy_s
+    since_s = None if last_s is None or last_s < counts_from_s else proposal.now_s - last_s
     if proposal.reconfigures and since_s is not None and since_s < limits.cooldown_s:
         return Hold(
             "cooldown", f"the last redeployment was {since_s:.1f} s ago; the cooldown is {limits.cooldown_s:g} s"

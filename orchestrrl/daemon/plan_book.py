@@ -163,8 +163,9 @@ class PlanBook:
             faults.append(f"configuration: is not a known configuration (known: {listing}), got {configuration!r}")
         if faults:
             raise ProblemFaults(faults)
+        now_s = self._clock.now_s()
         return self._set(
-            OperatorControl(ControlState.OVERRIDDEN, configuration, reason, expiry_s(self._clock.now_s(), ttl_s))
+            OperatorControl(ControlState.OVERRIDDEN, configuration, reason, expiry_s(now_s, ttl_s), since_s=now_s)
         )
 
     def pin(self, reason: str, ttl_s: float) -> OperatorControl:

@@ -23,7 +23,7 @@ GOOD = PlanProposal(
 )
 MOVES = replace(GOOD, decision="rebalance", proposed="4 x tp2", moves=7, cost_s=2.0)
 PINNED = OperatorControl(ControlState.PINNED, reason="benchmark running")
-OVERRIDE = OperatorControl(ControlState.OVERRIDDEN, ConfigurationId("tp4"), "trial")
+OVERRIDE = OperatorControl(ControlState.OVERRIDDEN, ConfigurationId("tp4"), "trial", since_s=999.5)
 NO_DEPLOYER = Hold("no_deployer", "no deployer can start engines")
 OPEN = Hold("moves_open", "3 earlier operations have no result yet")
 
@@ -133,6 +133,16 @@ def test_override_needs_no_gain_but_fresh_inputs_and_a_deployer() -> None:
     assert judge(replace(slower, underway=OPEN), LIMITS, Mode.ACT, OVERRIDE).code == "moves_open"
     assert judge(slower, LIMITS, Mode.ADVISE, OVERRIDE).code == "advise_only"
     assert judge(replace(slower, decision="keep"), LIMITS, Mode.ACT, OVERRIDE).code == "already_deployed"
+
+
+def test_override_whose_redeployment_failed_waits_for_the_cooldown() -> None:
+    failed = replace(GOOD, last_redeploy_s=999.5, requests=0)
+    held = judge(failed, LIMITS, Mode.ACT, OVERRIDE)
+    assert held == Hold("cooldown", f"the last redeployment was 0.5 s ago; the cooldown is {LIMITS.cooldown_s:g} s")
+    later = replace(failed, now_s=999.5 + LIMITS.cooldown_s)
+    assert judge(later, LIMITS, Mode.ACT, OVERRIDE).code == "overridden"
+    again = replace(OVERRIDE, since_s=999.6)
+    assert judge(failed, LIMITS, Mode.ACT, again).code == "overridden"
 
 
 def test_configuration_is_set_only_with_an_override() -> None:

@@ -53,7 +53,7 @@ _Message = TypeVar("_Message", bound=Message)
 SET_ASIDE_SHOWN = 16
 
 MODE = EnumCodec(Mode, pb.Mode.DESCRIPTOR)
-CONTROL = Codec(OperatorControl, pb.PlanControl)
+CONTROL = Codec(OperatorControl, pb.PlanControl, since_s=LOCAL)
 PLAN = Codec(
     Plan,
     pb.Plan,

@@ -382,7 +382,7 @@ def test_second_peer_cannot_use_the_folder(store: VersionStore) -> None:
 def test_folder_must_not_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    with pytest.raises(Permanent, match="is a link or belongs to another user"):
+    with pytest.raises(Permanent, match="is a symbolic link or belongs to another user"):
         VersionStore(tmp_path / "link")
 
 

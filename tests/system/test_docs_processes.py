@@ -83,6 +83,7 @@ class Harness:
 @pytest.mark.parametrize("page", [page for page in PAGES if page != FLEET_PAGE], ids=lambda page: page.name)
 def test_every_documented_command_works(page: Path, tmp_path: Path) -> None:
     harness = Harness(tmp_path)
+    path = harness.environment["PATH"]
     try:
         for port in ("8001", "8002"):  # instead of the user's vLLM servers
             harness.start(f"orchestrrl engine simulated --port {port}")
@@ -90,7 +91,7 @@ def test_every_documented_command_works(page: Path, tmp_path: Path) -> None:
             if command.startswith("make "):
                 # These tests are part of `make test`, and the demo has its own test: only check that the target exists.
                 subprocess.run(["make", "-n", *command.split()[1:]], cwd=ROOT, check=True, capture_output=True)
-            elif shutil.which(command.split()[0], path=harness.environment["PATH"]) is None:
+            elif not command.startswith("until ") and shutil.which(command.split()[0], path=path) is None:
                 warnings.warn(f"not run, {command.split()[0]} is not installed: {command}", stacklevel=1)
             elif command.endswith("&"):
                 harness.start(command.removesuffix("&"))
@@ -105,26 +106,35 @@ def test_every_documented_command_works(page: Path, tmp_path: Path) -> None:
         harness.stop()
 
 
-def test_five_commands_override_the_plan(tmp_path: Path) -> None:
-    """The engines are replaced while the request runs, and its response is complete."""
-    first, second, third, override, request, *rest = commands(FLEET_PAGE)
+def run_fleet_page(harness: Harness, example: str) -> tuple[dict[str, str], list[list[str]]]:
+    """Run the commands of FLEET_PAGE with an example configuration. Return the output of each command, and the
+    configurations of the engines after each `redeploy` command."""
+    printed, fleets = dict[str, str](), list[list[str]]()
+    for command in commands(FLEET_PAGE):
+        if command.endswith("&"):
+            harness.start(command.removesuffix("&").replace("fleet.yaml", example))
+            continue
+        printed[command] = harness.run(command)
+        if command.startswith("orchestrrl redeploy"):
+            workers = json.loads(harness.run("orchestrrl workers --json"))["workers"]
+            fleets.append([worker["configuration"] for worker in workers])
+    return printed, fleets
+
+
+def check_fleet_page(printed: dict[str, str]) -> None:
+    (answer,) = (json.loads(text) for command, text in printed.items() if command.startswith("curl"))
+    assert answer["usage"]["completion_tokens"] == 2000
+    explained = " ".join(printed["orchestrrl plan explain --acted"].split())
+    assert "by the operator's override: to see it" in explained
+    assert "proposed" in explained
+
+
+def test_override_replaces_the_engines(tmp_path: Path) -> None:
     harness = Harness(tmp_path)
     try:
-        harness.start(first.removesuffix("&"))
-        harness.run("orchestrrl status")
-        harness.start(second.removesuffix("&"))
-        harness.run(third)
-        before = json.loads(harness.run("orchestrrl workers --json"))["workers"]
-        assert [worker["configuration"] for worker in before] == ["tp1"] * 4
-        harness.run(override)
-        answer = json.loads(harness.run(request))
-        assert answer["usage"]["completion_tokens"] == 1000
-        after = json.loads(harness.run("orchestrrl workers --json"))["workers"]
-        assert [worker["configuration"] for worker in after] == ["tp2"] * 2
-        status = json.loads(harness.run("orchestrrl status --json"))
-        assert (status["balance_policy"], status["plan_control"]["state"]) == ("packing", "overridden")
-        for command in rest:
-            harness.run(command)
+        printed, fleets = run_fleet_page(harness, "fleet.yaml")
+        check_fleet_page(printed)
+        assert fleets == [["tp1"] * 4, ["tp2"] * 2, []]
     finally:
         harness.stop()
 

@@ -63,7 +63,7 @@ class ServerAddress:
 
     @property
     def local(self) -> bool:
-        """Whether the address is a loopback address, which denotes a different server on each host."""
+        """True if the address is a loopback address, which denotes a different server on each host."""
         return is_loopback(self.host)
 
     @property

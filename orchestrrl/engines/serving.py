@@ -87,7 +87,7 @@ def named(text: object) -> str:
 
 
 def ranks(count: object) -> int | None:
-    """Return a number of ranks from an engine's report. Return None if the value is not an integer in 1..MOST_RANKS."""
+    """Return `count`, a number of ranks from an engine's report, or None if it is not an integer in 1..MOST_RANKS."""
     return count if type(count) is int and 1 <= count <= MOST_RANKS else None
 
 

@@ -55,7 +55,7 @@ class LeaseEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LastRelease:
-    """How the last lease ended. Gateways receive these facts in the order to open the barrier."""
+    """The end of the last lease. Gateways receive these facts in the order to open the barrier."""
 
     lease: str
     at_s: float

@@ -34,8 +34,9 @@ class CircuitFloor:
 
 @dataclass(frozen=True, slots=True)
 class TransitionMoves:
-    """The removals and additions of a transition, in sorted order, and the floors that could be missed. All other
-    fields refer to these by index. `removal_floors` and `addition_floors` list the floors that each move affects."""
+    """The cross-connects that a transition removes and adds, in sorted order, and the floors (minimum numbers of
+    circuits) that it could violate. All other fields refer to these by index. `removal_floors` and `addition_floors`
+    list, for each removal and each addition, the floors that it affects."""
 
     removals: tuple[PortPair, ...]
     additions: tuple[PortPair, ...]

@@ -203,7 +203,7 @@ def _troubles(barrier: dict[str, Any]) -> list[str]:
 
 
 def barrier_lines(barrier: dict[str, Any]) -> list[str]:
-    """Return a few lines about the state of the pause barrier."""
+    """Return lines that describe the state of the pause barrier."""
     version = "" if barrier["policy_version"] is None else f", policy version {barrier['policy_version']}"
     if barrier["phase"] in ("", "open"):
         lines = [f"barrier: open{version}", *_source(barrier)]

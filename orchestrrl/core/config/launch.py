@@ -80,7 +80,7 @@ class LaunchSettings(Section):
 
 
 class Standby(StrEnum):
-    """What a redeployment does with the engines that it replaces, if they support sleep mode."""
+    """The treatment of engines that a redeployment replaces, if they support sleep mode."""
 
     STOP = "stop"
     KEEP = "keep"  # they sleep, so that a later redeployment can wake them

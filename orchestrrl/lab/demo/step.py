@@ -208,7 +208,7 @@ class _StepRun:
         return sum(reading.running + reading.waiting for reading in readings) >= self.total
 
     async def sample_idle(self) -> None:
-        """For each engine that has no running requests, add the time since the last sample to the engine's idle time.
+        """Add the time since the last sample to the idle time of each engine that has no running requests.
         An engine that does not respond is treated as busy."""
         readings = await asyncio.gather(*(engine.metrics() for engine in self.fleet.clients), return_exceptions=True)
         now_s = self.elapsed_s()

@@ -265,7 +265,7 @@ class SyncRun(Description[SyncStep]):
             record.engine(engine, EngineSync.PREPARED)
 
     async def _not_held(self) -> None:
-        """Wait while an operator pauses syncs."""
+        """Wait while syncs are paused by an operator."""
 
         def held() -> str:
             hold = self._acts.pause_registry.hold(PauseScope.SYNC)

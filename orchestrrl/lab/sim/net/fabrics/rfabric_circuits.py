@@ -251,7 +251,7 @@ class RFabricCircuits:
 
     @cached_property
     def _apart(self) -> Bools:
-        """Whether two ToRs are in different PoDs, as an array indexed by [tor, tor]."""
+        """An array, indexed by [tor, tor], that is True where the two ToRs are in different PoDs."""
         return np.asarray(self.pod_of[:, None] != self.pod_of, np.bool_)
 
     def _hops(self, cross_connects: frozenset[PortPair]) -> Ints:

@@ -160,7 +160,7 @@ class _Load:
         for request in worker.requests:
             tokens, left = request.prompt_tokens + request.generated_tokens, self._remaining_tokens[request.id]
             if not 0 < left < inf:
-                raise ValueError(f"remaining_tokens of {request.id} must be > 0, got {left}")
+                raise ValueError(f"remaining_tokens of request {request.id} must be > 0, got {left}")
             self._remaining.append(left)
             areas.append(tokens * left + left**2 / 2)
             if request.state is RequestState.RUNNING:

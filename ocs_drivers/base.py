@@ -193,4 +193,4 @@ class SwitchWire(Protocol):
 
     def events(self) -> AsyncGenerator[SwitchEvent, None]:
         """Yield the device's events. Called only if the `events` capability is declared."""
-        raise DriverPermanent("this device reports no events", command="watch")
+        raise DriverPermanent("this device does not support events", command="watch")

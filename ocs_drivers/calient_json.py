@@ -118,7 +118,7 @@ def _rows(body: object, key: str) -> Iterator[Mapping[str, object]]:
             raise ValueError(f"a row must be an object, got {shown(row)}")
         if key not in row:
             words = ("status" in row and _failure(row)) or shown(row)
-            raise ValueError(f"a row must contain {key}, got {words}")
+            raise ValueError(f"a row must contain the field {key}, got {words}")
         yield row
 
 
@@ -140,7 +140,7 @@ def _half(value: object) -> CalientHalf:
     conn = value.get("conn") if isinstance(value, Mapping) else None
     source, arrow, target = conn.partition(">") if isinstance(conn, str) else ("", "", "")
     if not isinstance(value, Mapping) or not arrow:
-        raise ValueError(f"half1 and half2 must have a conn of the form 1.1.1>1.2.1, got {shown(value)}")
+        raise ValueError(f"half1 and half2 must have a field conn of the form 1.1.1>1.2.1, got {shown(value)}")
     return CalientHalf(
         _name(source.strip()), _name(target.strip()), _is_broken(value.get(key) for key in ("os", "oc", "state"))
     )

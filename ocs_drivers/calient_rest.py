@@ -161,8 +161,8 @@ class CalientRestWire(SwitchWire):
             for half in row.halves:
                 if (other := self._pair(half)) not in going:
                     raise DriverPermanent(
-                        f"{pair} is one direction of connection {row.conn}, which can only be removed as a whole: "
-                        f"remove {other} too"
+                        f"cross-connect {pair} is one direction of connection {row.conn}, which can only be removed as "
+                        f"a whole: remove cross-connect {other} too"
                     )
             items[row.conn] = {"conn": row.conn} | ({"group": row.group} if row.group else {})
         if not items:
@@ -175,7 +175,7 @@ class CalientRestWire(SwitchWire):
     @property
     def _port_names(self) -> parse.PortNames:
         if self._names is None:
-            raise DriverPermanent("the ports of the switch have not been read")
+            raise DriverPermanent("the ports of the switch have not been read yet")
         return self._names
 
     def _accept_port_names(self, names: Iterable[str]) -> parse.PortNames:

@@ -228,7 +228,7 @@ class SwitchDriver:
 
     async def watch(self) -> AsyncGenerator[SwitchEvent, None]:
         if not self._wire.capabilities.events:
-            raise DriverPermanent("this device reports no events", device=self.device, command="watch")
+            raise DriverPermanent("this device does not support events", device=self.device, command="watch")
         await self.facts()  # connects
         queue: asyncio.Queue[SwitchEvent | None] = asyncio.Queue()
 

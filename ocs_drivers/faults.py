@@ -48,7 +48,7 @@ class DeviceFault:
     def __post_init__(self) -> None:
         if (self.kind in OF_A_PORT) != (self.port is not None):
             need = "must have a" if self.kind in OF_A_PORT else "must not have a"
-            raise ValueError(f"{self.kind} {need} port, got {self.port}")
+            raise ValueError(f"fault {self.kind} {need} port, got {self.port}")
         if self.items < 0:
             raise ValueError(f"items must be >= 0, got {self.items}")
         if not self.delay_s >= 0:

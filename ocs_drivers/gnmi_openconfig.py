@@ -139,7 +139,7 @@ def _port(topology: OpenConfigTopology, value: Any) -> int:
 def _number(value: Any, name: str) -> int:
     text = str(value)
     if isinstance(value, bool) or not (text.isascii() and text.isdecimal() and len(text) <= 5):
-        raise ValueError(f"{name} must be a number, got {text[:40]!r}")
+        raise ValueError(f"{name} must be a number of 1 to 5 digits, got {text[:40]!r}")
     return int(text)
 
 

@@ -79,7 +79,7 @@ class SonicPorts:
         """Return the key of a cross-connect in OCS_CROSS_CONNECT, such as `1A-2B`. Raises ValueError unless the ingress
         port is on the A side and the egress port on the B side."""
         if not 1 <= pair.ingress_port <= self.a_ports < pair.egress_port <= self.a_ports + self.b_ports:
-            raise ValueError(f"a cross-connect must go from the A side to the B side, got {pair}")
+            raise ValueError(f"cross-connect {pair} must go from a port of the A side to a port of the B side")
         return f"{self.name(pair.ingress_port)}-{self.name(pair.egress_port)}"
 
     def cross_connect(self, key: str) -> CrossConnect:

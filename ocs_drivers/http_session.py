@@ -266,7 +266,7 @@ def parse_json(body: bytes) -> object:
 
 
 def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not a JSON value")
+    raise ValueError(f"{text} is not a valid JSON value")
 
 
 def read_answer(

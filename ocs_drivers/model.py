@@ -115,10 +115,12 @@ class SwitchFacts:
 
     def __post_init__(self) -> None:
         if not self.ingress_ports or not self.egress_ports:
-            raise ValueError(f"ports: neither side may be empty, got {self.ingress_ports} and {self.egress_ports}")
+            raise ValueError(
+                f"ports: must not be empty on either side, got {self.ingress_ports} and {self.egress_ports}"
+            )
         for ports in (self.ingress_ports, self.egress_ports):
             if ports.stop - ports.start > MOST_PORTS:
-                raise ValueError(f"ports: must be at most {MOST_PORTS} per side, got {ports}")
+                raise ValueError(f"ports: must be at most {MOST_PORTS} per side, got {ports.stop - ports.start}")
         if self.connectivity is Connectivity.ANY_TO_ANY and self.ingress_ports != self.egress_ports:
             raise ValueError(
                 "an any-to-any device must have the same ingress and egress ports, "

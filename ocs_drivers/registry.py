@@ -36,7 +36,7 @@ def make_from_group(group: str, name: str, device: str, options: Mapping[str, An
     try:
         inspect.signature(factory).bind(device, clock=clock, **options)
     except TypeError as error:
-        raise InvalidOptions([f"options: are invalid for driver {name}: {error}"]) from None
+        raise InvalidOptions([f"options: cannot be used with driver {name}: {error}"]) from None
     return factory(device, clock=clock, **options)
 
 

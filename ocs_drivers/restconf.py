@@ -213,7 +213,7 @@ def errors(body: object) -> str:
         parts = [entry.get(name) for name in ("error-tag", "error-message", "error-path")]
         told.append(": ".join(part[:SHOWN_CHARACTERS] for part in parts if isinstance(part, str) and part))
     if not any(told):
-        raise ValueError("the response contains no error")
+        raise ValueError("the error response must contain at least one error")
     return "; ".join(told[:10])
 
 

@@ -167,8 +167,8 @@ class CalientTl1Wire(Tl1Wire):
             raise DriverPermanent(f"connection {pair} does not exist")
         if connection.is_two_way:
             raise DriverPermanent(
-                f"{pair} is one direction of the two-way connection {connection.name}, which can only be removed as a "
-                f"whole: remove {connection.name} on the device"
+                f"cross-connect {pair} is one direction of the two-way connection {connection.name}, which can only be "
+                f"removed as a whole: remove connection {connection.name} on the device"
             )
         for verb in ("CANC-CRS", "DLT-CRS"):
             try:

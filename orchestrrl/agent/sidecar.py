@@ -106,5 +106,5 @@ class Agent:
         """Raise Permanent for any order of the daemon, because agents carry out no orders. The link returns the error
         as a failed result."""
         raise Permanent(
-            f"{self._id} is an agent and cannot carry out {operation.action.kind}: only gateways carry out operations"
+            f"agent {self._id} cannot carry out operation {operation.action.kind}: only gateways carry out operations"
         )

@@ -126,7 +126,7 @@ def _parse(text: bytes) -> tuple[Any, list[str]]:
         return document, list(_repeated_keys(document))
     except RecursionError as error:
         raise ProblemFaults(
-            [f"(document): is nested too deeply, got {shorten(text[:80].decode(errors='replace'))}"]
+            [f"(document): must not be nested too deeply, got {shorten(text[:80].decode(errors='replace'))}"]
         ) from error
     except ValueError as error:  # invalid JSON, invalid encoding, or a number of thousands of digits
         raise ProblemFaults(

@@ -79,7 +79,7 @@ def parse_yaml(text: str) -> Any:
     except yaml.YAMLError as error:
         raise ProblemFaults([f"(document): is not valid YAML: {' '.join(str(error).split())}"]) from None
     except RecursionError:
-        raise ProblemFaults([f"(document): is nested too deeply, got {shorten(text)}"]) from None
+        raise ProblemFaults([f"(document): must not be nested too deeply, got {shorten(text)}"]) from None
 
 
 def dump_yaml(document: Any) -> str:
@@ -96,9 +96,7 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable) and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    "while constructing a mapping", node.start_mark, f"found duplicate key {key!r}", key_node.start_mark
-                )
+                raise yaml.constructor.ConstructorError(None, None, f"found duplicate key {key!r}", key_node.start_mark)
             if isinstance(key, Hashable):
                 seen.add(key)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)

@@ -491,7 +491,7 @@ def check_record(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     missing or invalid."""
     missing = {"attempt", "number", "direction", "state", "detail", "began_s", "elapsed_s"} - entry.keys()
     if missing:
-        raise ValueError(f"the entry has no field {min(missing)}")
+        raise ValueError(f"the journal entry has no field {min(missing)}")
     StepDirection(entry["direction"]), StepState(entry["state"])
     return entry
 

@@ -127,7 +127,7 @@ def _gpu(facts: ServingFacts) -> GpuModel:
     try:
         return gpu_of_product(facts.gpu)
     except UnknownGpu:
-        raise NoPrior(f"the engine's GPU is not in the cost model: {facts.gpu}") from None
+        raise NoPrior(f"GPU {facts.gpu} of the engine is not in the cost model") from None
 
 
 def _predicted(
@@ -137,7 +137,7 @@ def _predicted(
     at which a request of `longest_tokens` fits in the KV cache, since an engine with less capacity does not start.
     Raises NoPrior if no prediction is possible."""
     if (facts.pp or 1) > 1:
-        raise NoPrior(f"step times of pipeline stages are not modelled, got PP={facts.pp}")
+        raise NoPrior(f"PP must be 1, because step times of pipeline stages are not modelled, got {facts.pp}")
     for tp in (facts.tp,) if facts.tp else TP_TRIED:
         dp = facts.dp or 1
         layout = Parallelism(tp=tp, dp=dp, ep=tp * dp if facts.ep and model.moe else 1)
@@ -152,12 +152,12 @@ def _predicted(
             continue
         if not _sound(profile):
             raise NoPrior(
-                f"the step times predicted from the sizes of {model.name} are invalid: they must be finite and "
+                f"the step times predicted from the sizes of model {model.name} are invalid: they must be finite and "
                 "positive and must not decrease with load"
             )
         return profile
     raise NoPrior(
-        f"{model.name} does not fit into the memory of {gpu.name.upper()} with TP={facts.tp or 'any'}, "
+        f"model {model.name} does not fit into the memory of GPU {gpu.name.upper()} with TP={facts.tp or 'any'}, "
         "according to the facts that the engine reports"
     )
 

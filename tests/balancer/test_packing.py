@@ -295,7 +295,7 @@ def test_move_with_a_prefill_above_its_gain_is_not_made() -> None:
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan")])
 def test_invalid_remaining_tokens_are_rejected(bad: float) -> None:
-    with pytest.raises(ValueError, match="remaining_tokens of r0 must be > 0"):
+    with pytest.raises(ValueError, match="remaining_tokens of request r0 must be > 0"):
         packing(engine("e0", packing_request("r0", bad)))
 
 

@@ -329,7 +329,7 @@ def _device(text: str) -> SwitchModel:
         raise ValueError(f"must be one of {', '.join(DEVICES)}, or NAME:PORTS:RECONFIGURATION_S")
     if name in DEVICES:
         raise ValueError(
-            f"must have a different name, because {name} is a known device with {DEVICES[name].ports} ports"
+            f"must not have the name {name}, which is the name of a known device with {DEVICES[name].ports} ports"
         )
     try:
         ports, reconfiguration_s = int(numbers[0]), float(numbers[1])

@@ -171,7 +171,7 @@ async def _until_empty(client: ControlClient, worker: dict[str, Any], timeout_s:
                 return worker
             worker = seen
             if not worker["draining"]:
-                raise Permanent(f"{engine} accepts requests again: the drain was undone, or the engine was added again")
+                raise Permanent(f"engine {engine} is no longer draining: its drain was undone, or it was added again")
             attached = any(node["kind"] == "gateway" and node["attached"] for node in status["nodes"])
             known = attached and status["uptime_s"] >= KNOWN_AFTER_S
             empty = _count(worker) == 0 and known
@@ -180,7 +180,7 @@ async def _until_empty(client: ControlClient, worker: dict[str, Any], timeout_s:
         if empty_since_s is not None and now_s - empty_since_s >= EMPTY_FOR_S:
             return worker
         if timeout_s and now_s - began_s >= timeout_s:
-            raise Permanent(f"{engine} is not empty after {timeout_s:g} s and remains draining: {words}")
+            raise Permanent(f"engine {engine} is not empty after {timeout_s:g} s and is still draining: {words}")
 
 
 def _count(worker: dict[str, Any]) -> int:

@@ -74,8 +74,8 @@ def predict(
     configurations = candidates(served, hardware, gpus, per_node, product, good_in, precision)
     if not configurations:
         raise Permanent(
-            f"{served.name} does not fit on any layout of up to {gpus} {hardware.name} GPUs: "
-            "raise --gpus, or reduce --weight-bits or --kv-bits"
+            f"model {served.name} does not fit on any layout of up to {gpus} {hardware.name} GPUs: "
+            "increase --gpus, or reduce --weight-bits or --kv-bits"
         )
     moves = move_costs(served, hardware, product, precision, recompute_tp=min(per_node, gpus))
     return _output(Profile(served.name, hardware.name, product.name, tuple(configurations), moves), out)

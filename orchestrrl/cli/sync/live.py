@@ -168,7 +168,7 @@ async def _profiled(client: ControlClient, version: int | None, last: int) -> "l
     listed = await client.call(client.weights.ListSyncs, pb.ListSyncsRequest(limit=last + UNDER_WAY))
     ids = [each.sync_id for each in listed.syncs if _report(each).over][:last]
     if not ids:
-        raise Permanent("no sync has ended yet")
+        raise Permanent("no report is available, because no weight sync has ended yet")
     return [_report(await client.call(client.weights.GetSync, pb.GetSyncRequest(sync_id=id))) for id in ids]
 
 

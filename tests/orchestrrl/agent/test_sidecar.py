@@ -141,5 +141,5 @@ async def test_agent_of_two_engines_reports_both_and_refuses_orders(daemon: tupl
     malformed, refused, again = servicer.results
     assert malformed.detail.startswith("invalid operation")
     assert refused == again
-    assert refused.detail == "a0 is an agent and cannot carry out move_requests: only gateways carry out operations"
+    assert refused.detail == "agent a0 cannot carry out operation move_requests: only gateways carry out operations"
     assert {result.status for result in servicer.results} == {agent_pb2.OPERATION_STATUS_FAILED}

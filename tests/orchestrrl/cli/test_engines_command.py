@@ -195,7 +195,7 @@ def test_drain_waits_until_requests_moved_or_ended(daemon: Daemon, run: Run) -> 
     late = run("drain", "e0", "--move", "--wait", "--timeout-s", "3")
     assert late.exit_code == 1
     assert "e0: 2 requests" in late.stderr
-    assert "e0 is not empty after 3 s and remains draining: 1 request" in late.stderr
+    assert "engine e0 is not empty after 3 s and is still draining: 1 request" in late.stderr
     assert daemon.where == {"a": "e1", "b": "e0"}
     assert "e0 draining ok 1 1 0" in printed(run("list"))
     daemon.where.pop("b")
@@ -219,7 +219,7 @@ def test_wait_ends_when_the_drain_is_undone(daemon: Daemon, run: Run) -> None:
     ended = run("drain", "e0", "--wait")
     timer.join()
     assert ended.exit_code == 1
-    assert "e0 accepts requests again" in ended.stderr
+    assert "engine e0 is no longer draining" in ended.stderr
 
 
 def _undrain(daemon: Daemon) -> None:

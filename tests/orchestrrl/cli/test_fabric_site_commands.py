@@ -214,7 +214,7 @@ def test_site_generated_as_json_can_be_read(tmp_path: Path) -> None:
         (
             ["--device", "piezo_polatis:8:1"],
             [
-                "--device: must have a different name, because piezo_polatis is a known device with 576 "
+                "--device: must not have the name piezo_polatis, which is the name of a known device with 576 "
                 "ports, got 'piezo_polatis:8:1'"
             ],
         ),

@@ -97,7 +97,7 @@ def test_other_types_are_not_coerced_to_numbers(tmp_path: Path, number: str) -> 
         (b"\xff\xfe\xff", "(document): must be valid JSON, got "),
         ("[1]", "(document): should be an object, got [1]"),
         ("null", "(document): should be an object, got None"),
-        ("[" * 100_000, "(document): is nested too deeply, got '[[["),
+        ("[" * 100_000, "(document): must not be nested too deeply, got '[[["),
         ('{"share": ' + "1" * 5000 + "}", "(document): must be valid JSON, got "),
     ],
 )

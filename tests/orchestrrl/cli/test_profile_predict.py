@@ -64,7 +64,7 @@ def test_all_errors_are_reported() -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (("llama-3.1-70b", "--gpus", "1"), 1, "llama-3.1-70b does not fit on any layout of up to 1 h100"),
+        (("llama-3.1-70b", "--gpus", "1"), 1, "model llama-3.1-70b does not fit on any layout of up to 1 h100"),
         (("qwen3-8b", "--out", "/proc/no/profile.yaml"), 2, "--out: cannot write "),
     ],
 )

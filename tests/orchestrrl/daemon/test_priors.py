@@ -81,12 +81,12 @@ def test_prior_is_the_cost_models_prediction() -> None:
         (ServingFacts(model="Qwen/Qwen2.5-14B", gpu_detail="the engine runs on CPUs"), "the engine runs on CPUs"),
         (
             ServingFacts(model="Qwen/Qwen2.5-14B", gpu="NVIDIA L40S"),
-            "the engine's GPU is not in the cost model: NVIDIA L40S",
+            "GPU NVIDIA L40S of the engine is not in the cost model",
         ),
         (ServingFacts(model="a/mixtral-8x7b", gpu=H100), "the engine's model is unknown: a/mixtral-8x7b"),
         (ServingFacts(gpu=H100), "the engine does not report its model"),
-        (ServingFacts(model="qwen2.5-14b", gpu=H100, pp=2), "PP=2"),
-        (ServingFacts(model="llama-3.1-70b", gpu=H100, tp=1), "does not fit into the memory of H100 with TP=1"),
+        (ServingFacts(model="qwen2.5-14b", gpu=H100, pp=2), "PP must be 1"),
+        (ServingFacts(model="llama-3.1-70b", gpu=H100, tp=1), "does not fit into the memory of GPU H100 with TP=1"),
     ],
 )
 def test_missing_facts_lead_to_the_typical_shape_with_the_reason(facts: ServingFacts, why: str) -> None:

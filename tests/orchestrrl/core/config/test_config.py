@@ -105,7 +105,7 @@ def test_all_faults_are_reported_with_path_and_value() -> None:
         ("7", "(document): must be a mapping of sections, got 7"),
         ("listen: {address: 'localhost'}", "listen.address: must be HOST:PORT with a port of 0 to 65535"),
         ("listen: {address: '127.0.0.1:70000'}", "listen.address: must be HOST:PORT with a port of 0 to 65535"),
-        ("mode: act\nmode: advise", "(document): is not valid YAML: while constructing a mapping"),
+        ("mode: act\nmode: advise", "(document): is not valid YAML: found duplicate key"),
         ("mode: [", "(document): is not valid YAML: while parsing"),
         ("? [a]\n: 1", "(document): is not valid YAML: while constructing a mapping"),
         ("? {a: 1}\n: 1", "(document): is not valid YAML: while constructing a mapping"),

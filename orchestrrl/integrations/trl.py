@@ -226,7 +226,7 @@ def read_completion(answer: Mapping[str, Any], request_id: str) -> tuple[list[in
         (choice,) = answer["choices"]
         if choice["finish_reason"] not in ("stop", "length"):
             raise Permanent(
-                f"{request_id}: the completion must end with finish_reason stop or length,"
+                f"request {request_id}: the completion must end with finish_reason stop or length,"
                 f" got {choice['finish_reason']!r}"
             )
         token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
@@ -237,6 +237,6 @@ def read_completion(answer: Mapping[str, Any], request_id: str) -> tuple[list[in
         return token_ids, logprobs
     except (KeyError, TypeError, ValueError) as fault:
         raise Permanent(
-            f"{request_id}: the response must have token ids and logprobs ({shorten(str(fault))}), got "
+            f"request {request_id}: the response must have token ids and logprobs ({shorten(str(fault))}), got "
             f"{shorten(dict(answer))}; use engines that support return_token_ids"
         ) from fault

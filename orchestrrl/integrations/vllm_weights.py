@@ -235,7 +235,7 @@ async def _call(
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise Retryable(f"cannot call {url}: {str(error) or type(error).__name__}", RETRY_AFTER_S) from error
     if response.status == 404:
-        raise Permanent(f"{url} was not found; start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment")
+        raise Permanent(f"{url} returned status 404; vLLM must be started with VLLM_SERVER_DEV_MODE=1")
     if response.status in (503, 504):
         raise Retryable(f"{url} returned status {response.status}: {shorten(text, 300)}", RETRY_AFTER_S)
     if response.status != 200:

@@ -78,7 +78,7 @@ class EnumCodec(Generic[Member]):
         def read(number: int) -> Member | None:
             member = self._members.get(number, self._unspecified)
             if member is None and not is_optional:
-                raise ValueError(f"{name} must be specified, got {number}")
+                raise ValueError(f"{name} must be set to a value that this version supports, got {number}")
             return member
 
         return read

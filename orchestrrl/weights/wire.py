@@ -239,8 +239,8 @@ def receive(link: IncomingLink, run: EdgeRun) -> None:
         count, first = ANNOUNCEMENT.unpack(heard)
         if first != number or count > min(len(pieces) - number, MOST_PIECES):
             raise LinkBroken(
-                f"the sender announced {count} pieces beginning with piece {first}, expected piece {number}"
-                f" (the range has {len(pieces)} pieces)"
+                f"the sender announced {count} pieces beginning with piece {first}, expected at most"
+                f" {min(len(pieces) - number, MOST_PIECES)} pieces beginning with piece {number}"
             )
         if count:
             run.on_began(run)

@@ -83,7 +83,9 @@ def predict(
     bits = precision or published_precision(model)
     capacity = _capacity_tokens(model, gpu, parallelism, bits)
     if capacity < 1:
-        raise DoesNotFit(f"{model.name} does not fit on GPU {gpu.name} with parallelism {identifier(parallelism)}")
+        raise DoesNotFit(
+            f"model {model.name} does not fit on GPU {gpu.name} with parallelism {identifier(parallelism)}"
+        )
     held_bytes = kv_bytes_per_gpu(model, parallelism.tp, bits)
     spills = engine.spills and cpu_kv_bytes_per_gpu > 0
     replicas = attention_replicas(parallelism)

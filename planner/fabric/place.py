@@ -50,7 +50,7 @@ class PlacingProblem:
             for switch, port in cross_connect.sides:
                 if self.cabling.endpoint(switch, port) is None:
                     raise ValueError(
-                        f"current: port {port} of {switch} must have a fibre, got {cross_connect} without one"
+                        f"current: {cross_connect} must use only ports with a fibre, got port {port} of {switch}"
                     )
         if twice := [f"port {port} of {switch}" for switch, port in shared_ports(self.current)]:
             raise ValueError(f"current must use each port at most once, got several uses of {', '.join(twice)}")

@@ -90,7 +90,7 @@ def route_table(routes: Iterable[PacketRoute]) -> RouteTable:
     table: dict[str, PacketRoute] = {}
     for route in sorted(routes):
         if route.prefix in table:
-            raise ValueError(f"{route.prefix} must have one route, got {table[route.prefix]} and {route}")
+            raise ValueError(f"prefix {route.prefix} must have one route, got {table[route.prefix]} and {route}")
         table[route.prefix] = route
     return table
 
@@ -267,7 +267,7 @@ def update(
         level = 0
         for gateway in {hop.gateway for hop in route.next_hops} if route else ():
             if gateway not in by_address:
-                raise ValueError(f"{name}: {prefix}: gateway must be a router's address, got {gateway}")
+                raise ValueError(f"{name}: the gateway of {prefix} must be a router's address, got {gateway}")
             further = level_of(by_address[gateway], prefix)
             if further is None:
                 return None
@@ -388,9 +388,9 @@ def _check_links(domain: RoutingDomain, links: Iterable[RoutedLink]) -> None:
                 raise ValueError(f"{link}: {name} must be a router of the domain")
             side = domain.routers[name].packet_side
             if side and side.interface == interface:
-                raise ValueError(f"{link}: must not use {interface}, the packet side of {name}")
+                raise ValueError(f"{link}: must not use interface {interface}, the packet side of {name}")
             if used.setdefault(end, link) != link:
-                raise ValueError(f"{interface} of {name} must be in one circuit, got {used[end]} and {link}")
+                raise ValueError(f"interface {interface} of {name} must be in one circuit, got {used[end]} and {link}")
 
 
 @cache  # the same few values occur in very many routes

@@ -37,7 +37,7 @@ class TransitionProblem:
         if self.max_moves_per_stage < 1:
             raise ValueError(f"max_moves_per_stage must be >= 1, got {self.max_moves_per_stage}")
         if not 0 <= self.min_fraction <= 1:
-            raise ValueError(f"min_fraction must be in 0..1, got {self.min_fraction}")
+            raise ValueError(f"min_fraction must be within 0..1, got {self.min_fraction}")
         for name, cross_connects in (("current", self.current), ("target", self.target)):
             circuits(self.cabling, cross_connects)
             if twice := [f"port {port} of {switch}" for switch, port in shared_ports(cross_connects)]:

@@ -247,7 +247,7 @@ def _check_grid(endpoints: tuple[int, ...], sizes: dict[str, int]) -> None:
 
 def _check_stages(stage_of_layer: tuple[int, ...], pp: int) -> None:
     if pp > 1 and not stage_of_layer:
-        raise ValueError(f"stage_of_layer must be set if pp > 1, got pp {pp}")
+        raise ValueError(f"stage_of_layer must not be empty if pp > 1, got () with pp {pp}")
     if stage_of_layer and not 0 <= min(stage_of_layer) <= max(stage_of_layer) < pp:
         raise ValueError(
             f"stage_of_layer must contain only stages >= 0 and less than pp ({pp}), got {sorted(set(stage_of_layer))}"

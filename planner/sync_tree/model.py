@@ -43,8 +43,8 @@ class ShardPairs:
         for name, values in (("circuits", self.circuits), ("gbps", self.gbps)):
             if values.ndim != 2 or values.shape[0] != values.shape[1] or (values != values.T).any():
                 raise ValueError(
-                    f"{name} between pods must be a square matrix, the same in both directions,"
-                    f" got shape {values.shape}"
+                    f"{name} between pods must be a symmetric square matrix,"
+                    f" got an asymmetric array of shape {values.shape}"
                 )
             if (values < 0).any() or values.diagonal().any():
                 raise ValueError(

@@ -82,7 +82,7 @@ async def test_version_is_assembled_from_trainer_parts_for_an_engine(
 
             late = await daemon.ask("gen0", InstallVersion(4, ENGINE, time.time() - 1))
             assert late.outcome is OrderOutcome.FAILED
-            assert "the deadline of the order passed" in late.detail
+            assert "the order was not executed, because its deadline passed" in late.detail
             until_s = time.time() + 600
             assert (await daemon.ask("gen0", RestEngine(ENGINE, True))).detail == "e0 is paused"
             installed = await daemon.ask("gen0", InstallVersion(4, ENGINE, until_s))

@@ -140,7 +140,7 @@ class KvEntryStore:
         others = [name for name in names if name.endswith(".kv") and not name.endswith(f"-of-{self.ranks}.kv")]
         if others:
             raise UnusableEntry(
-                f"the KV entry has the file {others[0]}: it must be from an engine with {self.ranks} ranks"
+                f"the KV entry has the file {others[0]}, expected only files named RANK-of-{self.ranks}.kv"
             )
         if not all(self.file(entry, rank).name in names for rank in range(self.ranks)):
             return None

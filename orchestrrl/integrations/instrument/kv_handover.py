@@ -191,11 +191,11 @@ class KvWorker:
         for name, cache in kv_caches.items():
             if not isinstance(cache, torch.Tensor) or cache.shape[0] % self._num_blocks:
                 raise ValueError(
-                    f"the KV cache of {name} must be a tensor whose first dimension is a multiple of"
+                    f"the KV cache of layer {name} must be a tensor whose first dimension is a multiple of"
                     f" {self._num_blocks} blocks, got {getattr(cache, 'shape', type(cache).__name__)}"
                 )
             if cache.device.type not in ("cpu", "cuda"):
-                raise ValueError(f"the KV cache of {name} must be on a cpu or cuda device, got {cache.device}")
+                raise ValueError(f"the KV cache of layer {name} must be on a cpu or cuda device, got {cache.device}")
             if cache.data_ptr() in seen:
                 continue
             seen.add(cache.data_ptr())

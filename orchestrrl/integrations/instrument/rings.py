@@ -367,8 +367,8 @@ class RingReader:
             self._dictionary_at, self._payloads_at, expected = _layout(self._capacity)
             if (self._words[_MAGIC], self._words[_VERSION], expected) != (MAGIC, VERSION, total):
                 raise ValueError(
-                    f"{path} is not a ring of version {VERSION}: it has version {self._words[_VERSION]} and"
-                    f" {total} bytes"
+                    f"{path} is not a ring: it must have magic {MAGIC}, version {VERSION} and {expected} bytes,"
+                    f" got {self._words[_MAGIC]}, {self._words[_VERSION]} and {total}"
                 )
         except BaseException:
             os.close(self._file)

@@ -160,7 +160,7 @@ class VllmTransferBackend:
             trainer_init = json.loads(options.own.get("trainer_init", "{}"))
         except ValueError as error:
             raise Permanent(
-                f"options.trainer_init: must be JSON ({error}), got {shorten(options.own['trainer_init'])}"
+                f"options.trainer_init: must be valid JSON ({error}), got {shorten(options.own['trainer_init'])}"
             ) from error
         return VllmSender(model, options, trainer_init)
 
@@ -286,7 +286,7 @@ class VllmSender:
             init_info = init_class(rank=self._options.rank, **init)
         except (TypeError, ValueError) as error:
             raise Permanent(
-                f"options.trainer_init: must be arguments of {init_class.__name__} ({error}),"
+                f"options.trainer_init: must be valid arguments of {init_class.__name__} ({error}),"
                 f" got {shorten(self._own_init)}"
             ) from error
         self._engine = self._factory.trainer_init(init_info, client=self, source=self.source())

@@ -261,12 +261,12 @@ class SyncActions:
         if engine is None:
             raise SyncFailed(
                 code,
-                f"order {order.kind} at peer {peer} ended with outcome {words}",
+                f"order {order.kind} on peer {peer} ended with outcome {words}",
                 self.hub.engines_of([peer]),
             )
         raise SyncFailed(
             code,
-            f"order {order.kind} at engine {engine} ended with outcome {words}",
+            f"order {order.kind} on engine {engine} ended with outcome {words}",
             [engine],
             unchanged=result.outcome is OrderOutcome.FAILED,
         )

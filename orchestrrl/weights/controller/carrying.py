@@ -176,7 +176,7 @@ class TreeTransfer:
             for told in await each_done(of(peer, shards) for peer, shards in by_peer.items()):
                 found.update(told)
         if lacking := sorted(set(planned.summed_by) - set(found)):
-            raise SyncFailed("corrupt", f"no peer has sent the checksums of {few(lacking, between=', ')}")
+            raise SyncFailed("corrupt", f"no peer has sent the checksums of shards {few(lacking, between=', ')}")
         return summed(planned.map, found)
 
     async def tear_down(self) -> None:

@@ -221,7 +221,7 @@ class WeightSync:
         backend's own errors."""
         run = self._running
         if run is None or run.sync_record.id != sync_id or run.direct is None:
-            raise Permanent(f"weight sync {sync_id} does not expect calls from a trainer now")
+            raise Permanent(f"weight sync {sync_id} does not currently accept calls from a trainer")
         return await run.direct.relayed(rank, number, call, body)
 
     # --- called by operators and trainers

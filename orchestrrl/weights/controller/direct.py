@@ -97,7 +97,7 @@ class DirectTransfer:
         """Handle a trainer rank's call for step `number`; return the response. Raises Permanent if step `number` is not
         open. Also raises the backend's own errors."""
         if self._asked is None or self._asked[0].number != number or self._asked[1].done():
-            raise Permanent(f"step {number} of weight sync {self._record.id} has ended")
+            raise Permanent(f"step {number} of weight sync {self._record.id} has already ended")
         if call == STEP_FAILED:
             self._asked[1].set_exception(OutcomeUnknown(f"rank {rank} of the trainer: {body.get('why', 'has failed')}"))
             return {}

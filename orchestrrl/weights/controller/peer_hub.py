@@ -261,7 +261,7 @@ class PeerHub:
                 del self.peers[id]
         if len(self.peers) >= self._most_peers:
             limit = f"the daemon already tracks {self._most_peers} peers (limits.nodes)"
-            raise LimitReached(f"id: must be the id of a known peer, because {limit}, got {shorten(peer)}")
+            raise LimitReached(f"id: cannot attach peer {shorten(peer)}: {limit}")
 
     def _without_others(self, peer: Peer) -> Peer:
         """Return the peer without its assigned engines that now belong to another peer. The daemon sends the peer a new

@@ -209,19 +209,19 @@ class EngineRepairs:
         if tokens != expected:
             raise SyncFailed(
                 "probe_differs",
-                f"{engine} generated {tokens} for the probe, but other engines of its configuration generated"
-                f" {expected}",
+                f"engine {engine} generated tokens {tokens} for the probe, but other engines of its configuration"
+                f" generated {expected}",
             )
 
     async def _serves(self, engine: EngineId, committed: CommittedVersion) -> None:
         acts = self._acts
         if acts.is_closed:
-            raise SyncFailed("not_quiet", f"the pause barrier was closed during the repair of {engine}")
+            raise SyncFailed("not_quiet", f"the pause barrier was closed during the repair of engine {engine}")
         # The engine may have been restarted during the repair.
         if acts.installed(engine) != committed.version:
             raise SyncFailed(
                 "install_failed",
-                f"{engine} must have version {committed.version} after the repair,"
+                f"engine {engine} must have version {committed.version} after the repair,"
                 f" got {_weights_text(acts.installed(engine))}",
             )
         fleet = acts.book.fleet

@@ -253,7 +253,7 @@ class PeerEngines:
 
     def _still(self, by_s: float) -> None:
         if (late_s := self._clock.now_s() - by_s) > 0:
-            raise Permanent(f"the deadline of the order passed {late_s:.3g} s ago")
+            raise Permanent(f"the order was not executed, because its deadline passed {late_s:.3g} s ago")
 
     def _one(self, name: EngineId) -> _Own:
         if name not in self._own:

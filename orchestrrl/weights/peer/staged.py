@@ -105,7 +105,7 @@ class StagedVersion:
     def write(self, shard: str, offset: int, data: memoryview) -> None:
         state = self._within(shard, offset, len(data))
         if state.in_parts:
-            raise Permanent(f"shard {shard} of version {self.map.version} was staged here and must not be written")
+            raise Permanent(f"cannot write shard {shard} of version {self.map.version}: it was staged on this host")
         scatter(self._files, state.runs.pieces(offset, len(data)), np.frombuffer(data, dtype=np.uint8))
 
     def arrived(self, shard: str, offset: int, size: int) -> None:

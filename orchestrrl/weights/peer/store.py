@@ -238,7 +238,7 @@ def _lock(folder: Path) -> int:
         owner = os.pread(file, 20, 0).decode(errors="replace").strip() or "?"
         os.close(file)
         raise Permanent(
-            f"{folder} is in use by the peer with process id {owner}; stop it, or choose another --folder"
+            f"{folder} is in use by the peer with process id {owner}; stop that peer, or set --folder to another folder"
         ) from error
     os.ftruncate(file, 0)
     os.pwrite(file, str(os.getpid()).encode(), 0)

@@ -137,7 +137,7 @@ def tensors_of(pieces: Sequence[TensorPiece]) -> tuple[TensorMeta, ...]:
         known = found.setdefault(piece.meta.name, piece.meta)
         if known != piece.meta:
             raise Permanent(
-                f"{piece.meta.name} must have one dtype and shape, got {known.dtype} {known.shape} and"
+                f"tensor {piece.meta.name} must have one dtype and shape, got {known.dtype} {known.shape} and"
                 f" {piece.meta.dtype} {piece.meta.shape}"
             )
     return tuple(found[name] for name in sorted(found))

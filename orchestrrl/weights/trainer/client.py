@@ -128,9 +128,9 @@ class PublishInProgress:
         except StillWaiting as error:
             if self._future.done():
                 raise
-            stands = "not yet accepted by the daemon" if self.report is None else str(self.report.state)
+            state = "unknown, because the daemon has not accepted it yet" if self.report is None else self.report.state
             raise Retryable(
-                f"timed out after {timeout_s:g} s: version {self.version} is {stands}", after_s=1.0
+                f"timed out after {timeout_s:g} s: the state of version {self.version} is {state}", after_s=1.0
             ) from error
         if report.state is SyncState.ABORTED:
             raise SyncAborted(report)

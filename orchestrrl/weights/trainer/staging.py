@@ -74,8 +74,8 @@ def stage(
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():  # /dev/shm is world-writable
             raise Permanent(
-                f"{folder} is a link or belongs to another user, who could read the weights; configure your own folder"
-                " for the client and its peer"
+                f"{folder} is a symbolic link or belongs to another user, who could read the weights; configure a"
+                " folder that you own for the client and its peer"
             )
         hold = StagingHold(home)
         _clear(home, rank, world)

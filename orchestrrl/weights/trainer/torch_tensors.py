@@ -131,13 +131,13 @@ def _placed(meta: TensorMeta, tensor: Any, local: Any) -> Iterator[TensorPiece]:
 def _cuts(meta: TensorMeta, mesh: Any, placements: Sequence[Any]) -> list[AxisCut]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise Permanent(f"{meta.name}: this rank has no part of the tensor: it is not in the tensor's device mesh")
+        raise Permanent(f"{meta.name}: this rank has no part of the tensor, because it is not in its device mesh")
     cuts = []
     for dimension, placement in enumerate(placements):
         if placement.is_replicate():
             continue
         if placement.is_partial():
-            raise Permanent(f"{meta.name} must not be a partial sum, got {placement}; reduce it before publishing")
+            raise Permanent(f"tensor {meta.name} must not be partial, got {placement}; reduce it before publishing")
         axis = placement.dim % len(meta.shape)
         strided_by = int(getattr(placement, "split_factor", 1))  # _StridedShard, from FSDP2 over TP
         cuts.append(AxisCut(axis, int(mesh.size(dimension)), int(coordinate[dimension]), strided_by))

@@ -258,8 +258,8 @@ def _length_of(greeting: bytes) -> int:
     magic, version, length = GREETING.unpack(greeting[: GREETING.size])
     if magic != MAGIC or version != VERSION or length > MOST_BYTES:
         raise ValueError(
-            f"the other endpoint must use version {VERSION} of the link protocol, got magic {magic!r},"
-            f" version {version} and length {length}"
+            f"the greeting must have magic {MAGIC!r}, version {VERSION} and a length of at most {MOST_BYTES} bytes,"
+            f" got {magic!r}, {version} and {length}"
         )
     return int(length)
 

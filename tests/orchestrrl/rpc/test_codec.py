@@ -187,14 +187,14 @@ def test_enum_with_other_members_needs_unspecified() -> None:
 @pytest.mark.parametrize(
     ("codec", "message", "complaint"),
     [
-        (telemetry.ENGINE_REPORT, telemetry_pb2.EngineReport(agent_id="a", engine_id="e"), "health must be specified"),
+        (telemetry.ENGINE_REPORT, telemetry_pb2.EngineReport(agent_id="a", engine_id="e"), "health must be set"),
         (telemetry.ENGINE_REPORT, telemetry_pb2.EngineReport(health=1), "agent_id must not be empty"),
         (telemetry.GATEWAY_REPORT, telemetry_pb2.GatewayReport(), "gateway_id must not be empty"),
-        (node.HELLO, agent_pb2.NodeHello(node_id="n"), "kind must be specified, got 0"),
+        (node.HELLO, agent_pb2.NodeHello(node_id="n"), "kind must be set to a value that this version supports, got 0"),
         (node.OPERATION, agent_pb2.Operation(operation_id="1"), "action must be set to a field"),
         (node.OPERATION, agent_pb2.Operation(), "operation_id must not be empty"),
-        (control.MODE, 0, "Mode must be specified, got 0"),
-        (ocs.DIFF, ocs_pb2.ChangeDiff(), "mode must be specified, got 0"),
+        (control.MODE, 0, "Mode must be set to a value that this version supports, got 0"),
+        (ocs.DIFF, ocs_pb2.ChangeDiff(), "mode must be set to a value that this version supports, got 0"),
         (ocs.ITEM, ocs_pb2.CrossConnectResult(action="paint"), "action must be one of add, remove, got 'paint'"),
         (fabric.PERIOD, fabric_pb2.PeriodReport(stage="tea"), "stage must be one of train, gen, weight_sync, got"),
     ],

@@ -76,7 +76,7 @@ def test_afd_overlaps_large_batches_and_is_poor_in_the_tail() -> None:
 
 
 def test_layouts_that_do_not_fit_raise_or_are_left_out() -> None:
-    with pytest.raises(DoesNotFit, match="qwen3-235b-a22b does not fit on GPU h800 with parallelism tp1"):
+    with pytest.raises(DoesNotFit, match="model qwen3-235b-a22b does not fit on GPU h800 with parallelism tp1"):
         predict(EXPERTS, H800, Parallelism(), VLLM)
     with pytest.raises(DoesNotFit):
         predict(EXPERTS, H800, Parallelism(attention_gpus=8, ffn_gpus=1), VLLM)

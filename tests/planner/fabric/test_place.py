@@ -278,7 +278,7 @@ def test_full_pod_with_few_failed_ports_places_nearly_all() -> None:
     [
         ({"circuits": {(tor(1), tor(0)): 1}}, "smaller id first"),
         ({"circuits": {(tor(0), tor(1)): 0}}, "must be >= 1, got 0"),
-        ({"current": frozenset((PortPair(ocs(0), 0, 9),))}, "port 9 of ocs00 must have a fibre"),
+        ({"current": frozenset((PortPair(ocs(0), 0, 9),))}, "must use only ports with a fibre, got port 9 of ocs00"),
         (
             {"current": frozenset((PortPair(ocs(0), 0, 1), PortPair(ocs(0), 1, 2)))},
             "got several uses of port 1 of ocs00",

@@ -201,7 +201,7 @@ def test_oracle_follows_the_contract() -> None:
     ("changes", "message"),
     [
         ({"max_moves_per_stage": 0}, "max_moves_per_stage must be >= 1, got 0"),
-        ({"min_fraction": 1.5}, r"min_fraction must be in 0..1, got 1.5"),
+        ({"min_fraction": 1.5}, r"min_fraction must be within 0..1, got 1.5"),
         ({"current": up((1, 2))}, "s:1-2 must connect two endpoints"),
         ({"target": up((1, 9))}, "s:1-9 must connect two endpoints"),
         ({"target": up((1, 3), (1, 4))}, "target must use each port at most once, got several uses of port 1 of s"),

@@ -409,7 +409,7 @@ def test_parameter_names_map_to_megatron() -> None:
     [
         (lambda: EngineLayout((1, 2), tp=4), "need 4 endpoints, got 2"),
         (lambda: EngineLayout((1, 1), tp=2), "a different endpoint"),
-        (lambda: EngineLayout((1, 2), pp=2), "stage_of_layer must be set"),
+        (lambda: EngineLayout((1, 2), pp=2), "stage_of_layer must not be empty"),
         (lambda: TrainerLayout((1, 2), tp=2, ep=3), "a multiple of EP x expert TP .3., got 2"),
         (lambda: megatron_stages(7, 2), "7 layers cannot be divided evenly into 2 stages"),
         (lambda: reshard(QWEN3_32B.parameters(), TrainerLayout((0,)), engines(1, 1, 3)), "cannot be divided by TP 3"),

@@ -109,7 +109,7 @@ def test_entry_is_valid_only_for_its_weights_blocks_ranks_and_layout(tmp_path: P
         store.lookup("e", "v2", 4)
     with pytest.raises(UnusableEntry, match="blocks of the KV entry have 4 tokens, expected 8"):
         store.lookup("e", "v1", 8)
-    with pytest.raises(UnusableEntry, match=r"has the file 0-of-1\.kv: it must be from an engine with 2 ranks"):
+    with pytest.raises(UnusableEntry, match=r"has the file 0-of-1\.kv, expected only files named RANK-of-2\.kv"):
         KvEntryStore(tmp_path, ranks=2).lookup("e", "v1", 4)
     with pytest.raises(UnusableEntry, match="was replaced"):
         load(store, "e", contents(6), range(1))

@@ -375,7 +375,7 @@ def test_folder_is_either_held_or_discarded(store: VersionStore) -> None:
 
 
 def test_second_peer_cannot_use_the_folder(store: VersionStore) -> None:
-    with pytest.raises(Permanent, match=rf"is in use by the peer with process id {os.getpid()}; stop it, or"):
+    with pytest.raises(Permanent, match=rf"is in use by the peer with process id {os.getpid()}; stop that peer, or"):
         VersionStore(store.folder)
 
 

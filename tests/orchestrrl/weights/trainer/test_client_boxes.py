@@ -102,7 +102,7 @@ def test_neighbouring_boxes_are_merged() -> None:
 
 def test_pieces_must_agree_on_a_tensor_and_fill_their_box() -> None:
     one, other = TensorMeta("w", "F32", (2,)), TensorMeta("w", "F32", (3,))
-    with pytest.raises(Permanent, match="w must have one dtype and shape, got F32"):
+    with pytest.raises(Permanent, match="tensor w must have one dtype and shape, got F32"):
         tensors_of([TensorPiece(one, one.whole, np.zeros(2)), TensorPiece(other, other.whole, np.zeros(3))])
     with pytest.raises(ValueError, match="must have shape"):
         TensorPiece(one, one.whole, np.zeros(3))

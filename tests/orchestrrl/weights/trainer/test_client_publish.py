@@ -70,7 +70,7 @@ async def test_start_publish_returns_after_staging(tmp_path: Path) -> None:
             handle = client.start_publish_arrays(5, ARRAYS, install="next_pause")
             await until(lambda: handle.report is not None)
             assert not handle.done()
-            with pytest.raises(Retryable, match=r"timed out after 0\.01 s: version 5 is carrying"):
+            with pytest.raises(Retryable, match=r"timed out after 0\.01 s: the state of version 5 is carrying"):
                 await asyncio.to_thread(handle.result, 0.01)
             daemon.may_end.set()
             assert await asyncio.to_thread(handle.result, WITHIN_S) == DONE

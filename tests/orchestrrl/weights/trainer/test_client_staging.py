@@ -177,10 +177,10 @@ def test_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.M
     """/dev/shm is world-writable, so another user may have created the folder."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "mine")
-    with pytest.raises(Permanent, match="is a link or belongs to another user"):
+    with pytest.raises(Permanent, match="is a symbolic link or belongs to another user"):
         stage(tmp_path / "link", 1, 0, 1, [piece("w", np.zeros(3))], ArrayCopies())
     monkeypatch.setattr(os, "getuid", lambda: (tmp_path / "mine").stat().st_uid + 1)
-    with pytest.raises(Permanent, match="is a link or belongs to another user"):
+    with pytest.raises(Permanent, match="is a symbolic link or belongs to another user"):
         stage(tmp_path / "mine", 1, 0, 1, [piece("w", np.zeros(3))], ArrayCopies())
     assert os.listdir(tmp_path / "mine") == []
 

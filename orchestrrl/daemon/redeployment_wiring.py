@@ -171,7 +171,7 @@ class RedeployedFleet:
     def redeployment_hold(self) -> str:
         """Return why engines must not be changed now, or an empty string if a change is allowed."""
         lease = self._fleet.barrier.state.lease
-        return "" if lease is None else f"the pause barrier is closed: {lease}"
+        return "" if lease is None else f"the pause barrier is closed: lease {lease}"
 
     def weights_reported(self, engines: Sequence[EngineId], weights: ServedWeights) -> None:
         known = {view.id for view in self.state.engines(self.clock.now_s())}  # an operator may have removed some

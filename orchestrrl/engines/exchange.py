@@ -406,6 +406,6 @@ def written(headers: Iterable[tuple[str, str]]) -> bytes:
     lines = []
     for name, value in headers:
         if "\r" in value or "\n" in value or "\0" in value or _NAME.fullmatch(name) is None:
-            raise ValueError(f"header {name}: must have a valid name and a value on one line, got {value!r}")
+            raise ValueError(f"a header must have a valid name and a one-line value, got {name!r} with {value!r}")
         lines.append(f"{name}: {value}\r\n")
     return "".join(lines).encode(errors="surrogateescape")

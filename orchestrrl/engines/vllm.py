@@ -94,7 +94,7 @@ class VllmEngine(ManagedVllm):
                     yield chunk
             if not finished:
                 raise OutcomeUnknown(
-                    f"{self.where}{path}: the stream of {request.request_id} ended without a finish_reason"
+                    f"{self.where}{path}: the stream of request {request.request_id} ended without a finish_reason"
                 )
         except OutcomeUnknown:
             if not exchange.closed:

@@ -228,8 +228,8 @@ class ManagedVllm:
         status, text = await self.exchange("POST", path, order, timeout_s=LOAD_TIMEOUT_S)
         if status != 200:
             raise OutcomeUnknown(
-                f"{self.where}: failed to load {source}, which the server must be able to read at this path:"
-                f" {failure(path, status, text, None)}; the engine is paused and may have loaded a part of the weights"
+                f"{self.where}: failed to load {source}: {failure(path, status, text, None)}; the engine is paused and"
+                " may have loaded only part of the weights; check that the server can read this path"
             )
 
     async def set_weight_name(self, name: str) -> None:
@@ -325,7 +325,7 @@ class ManagedVllm:
         with self.reading("/wake_up"):
             answer = json.loads(text or "{}")
             if answer.get("status") == "sleeping":
-                raise OutcomeUnknown(f"{self.where}: the engine is not fully awake after /wake_up: {shorten(answer)}")
+                raise OutcomeUnknown(f"{self.where}: /wake_up did not fully wake the engine, got {shorten(answer)}")
 
     async def asleep(self, page: str | None = None) -> bool:
         """Return whether the engine is asleep. `page` is the metrics page if the caller has just read it."""

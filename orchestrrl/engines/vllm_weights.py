@@ -133,7 +133,7 @@ class VllmWeights:
         if len(faults) == len(workers) and not any(worker.is_torn for worker in workers):
             raise Permanent(f"{self._url}: the workers refused the weights: {because}") from failed
         if faults:
-            raise OutcomeUnknown(f"{self._url}: may have loaded only a part of the weights: {because}") from failed
+            raise OutcomeUnknown(f"{self._url}: may have loaded only part of the weights: {because}") from failed
         if failed is not None:
             raise OutcomeUnknown(f"{self._url}: failed to load {folder}: {failed}") from failed
         if (agreed := self._agreed(workers, version)) is None:
@@ -161,7 +161,7 @@ class VllmWeights:
             except ValidationError as error:
                 raise ValueError(f"the workers' reports are malformed: {error}") from error
             if not workers:
-                raise ValueError("the response must have a report of at least one worker, got none")
+                raise ValueError("the response must contain a report from at least one worker, got none")
             return workers
 
     def _agreed(self, workers: Sequence[WorkerReport], version: int) -> LoadedWeights | None:
@@ -207,7 +207,7 @@ class VllmWeights:
 
     async def call_workers(self, method: str, arguments: Sequence[Any], within_s: float) -> None:
         order = {"method": method, "args": list(arguments), "timeout": within_s}
-        with self._open_outcome("may have loaded only a part of the weights"):
+        with self._open_outcome("may have loaded only part of the weights"):
             await self._server.order("/collective_rpc", order, within_s)
 
     async def end(self, version: int) -> None:
@@ -215,11 +215,11 @@ class VllmWeights:
             await self._server.set_weight_name(str(version))
 
     async def update(self, update_info: Mapping[str, Any] | Sequence[Any], within_s: float) -> None:
-        with self._open_outcome("may have loaded only a part of the weights"):
+        with self._open_outcome("may have loaded only part of the weights"):
             await self._server.order("/update_weights", {"update_info": update_info}, within_s)
 
     async def finish(self, version: int, within_s: float) -> None:
-        with self._open_outcome("may have loaded only a part of the weights"):
+        with self._open_outcome("may have loaded only part of the weights"):
             await self._server.order("/finish_weight_update", timeout_s=within_s)
         await self.end(version)
 
@@ -257,4 +257,4 @@ def _checked_sum(folder: Path, model: str, known_sum: str) -> str:
             checkpoint_files.check_same_model(checkpoint_files.shapes_of(tensors), wanted)
         return known_sum or checkpoint_files.content_sum(tensors, checkpoint_files.mapped(tensors))
     except BrokenCheckpoint as fault:
-        raise Permanent(f"{folder} cannot be loaded: {fault}") from fault
+        raise Permanent(f"cannot load weights from {folder}: {fault}") from fault

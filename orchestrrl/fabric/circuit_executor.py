@@ -119,7 +119,7 @@ class CircuitExecutor:
                     raise CircuitConflict(["no change is on trial, so there is nothing to confirm"], device=switch)
                 if not last.done:
                     raise CircuitConflict(
-                        [f"{last.operation} cannot be confirmed: it was {last.detail}"], device=switch
+                        [f"operation {last.operation} cannot be confirmed: {last.detail}"], device=switch
                     )
                 return replace(last, detail="was confirmed before")
             _, outcome = self._trials[switch]
@@ -180,7 +180,7 @@ class CircuitExecutor:
             run = self._prepared.pop(operation.id, None)
             if run is None:
                 raise CircuitConflict(
-                    [f"{operation.id} cannot be committed, because it has already begun or been abandoned"],
+                    [f"operation {operation.id} cannot be committed, because it has already begun or been abandoned"],
                     device=operation.switch,
                 )
             try:
@@ -199,7 +199,7 @@ class CircuitExecutor:
         if self._clock.now_s() > begin_by_s:
             self._close(_not_begun(operation, "was not begun, other changes kept the switch busy for too long"))
             raise CircuitConflict(
-                [f"{operation.id} was not begun by {utc(begin_by_s)}, because other changes kept the switch busy"],
+                [f"operation {operation.id} did not begin by {utc(begin_by_s)}, because the switch was busy"],
                 device=operation.switch,
             )
         return await self._carry_out(run)
@@ -230,8 +230,8 @@ class CircuitExecutor:
             run, _ = self._trials[switch]
             raise CircuitConflict(
                 [
-                    f"{run.id} is on trial until {utc(run.revert_at_s)}; confirm it, or wait until then, before you"
-                    " request another change"
+                    f"no other change can begin while operation {run.id} is on trial until {utc(run.revert_at_s)};"
+                    " confirm the operation, or wait until then"
                 ],
                 device=switch,
             )

@@ -63,7 +63,7 @@ class PeriodBook:
         found = self._found(period, job)
         if len(found) > 1:
             listing = ", ".join(sorted(repr(each.job) for each in found))
-            raise Permanent(f"period {period!r} was announced by several jobs; name one of them: {listing}")
+            raise Permanent(f"period {period!r} was announced by several jobs ({listing}); name one of them")
         if not found:
             known = ", ".join(sorted({name for _, name in self._intents})[:16]) or "none yet"
             of = f" of job {job!r}" if job else ""

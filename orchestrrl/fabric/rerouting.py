@@ -87,9 +87,7 @@ class Rerouting:
         offload: Offload = inline,
     ) -> None:
         if set(routers) != set(domain.routers):
-            raise ValueError(
-                f"routers must be those of the domain, but differ in {sorted(set(routers) ^ set(domain.routers))}"
-            )
+            raise ValueError(f"routers must be those of the domain ({sorted(domain.routers)}), got {sorted(routers)}")
         self.domain = domain
         self._routers = routers
         self._clock = clock
@@ -104,7 +102,7 @@ class Rerouting:
         """Move packets off circuits that are about to go down, and return the new routing. Raises NotDrained if a
         router uses or may use one of these circuits, and Permanent if `reroute` has not been called yet."""
         if self.routed is None:
-            raise Permanent("cannot drain before the circuits are known; call `reroute` first")
+            raise Permanent("cannot drain circuits before they are known; call `reroute` first")
         left = frozenset(self.routed.links).difference(going)
         moved = await self._move(self.prepare(left))
         still = self._still_using(going, moved)

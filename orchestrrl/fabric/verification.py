@@ -73,7 +73,7 @@ class FabricVerifier:
         Raises Permanent if a walk is requested while the fabric is not paused or no ToRs are configured. Raises
         OrchestrRLError if an operation on a switch or router fails."""
         if walk and self.routing is None:
-            raise Permanent("a walk needs the signals of the ToRs; list the ToRs in fabric.routers")
+            raise Permanent("a walk requires the signals of the ToRs; list the ToRs in fabric.routers")
         if walk and self.pause_registry.hold(PauseScope.FABRIC) is None:
             raise Permanent("the fabric must be paused while a walk lights fibres; run `orchestrrl fabric pause` first")
         site_reading = await self.reader.scan()
@@ -219,9 +219,9 @@ class FabricVerifier:
         try:
             outcome = await self.circuits.change(pair.switch, change, ChangeMode.SAFE)
         except DriverError as error:
-            raise Permanent(f"{pair} could not be {'lit' if is_up else 'darkened'}: {error}") from error
+            raise Permanent(f"cross-connect {pair} could not be {'lit' if is_up else 'darkened'}: {error}") from error
         if not outcome.done:
-            raise Permanent(f"{pair} could not be {'lit' if is_up else 'darkened'}: {outcome.detail}")
+            raise Permanent(f"cross-connect {pair} could not be {'lit' if is_up else 'darkened'}: {outcome.detail}")
 
 
 def reading_faults(book: frozenset[PortPair], site_reading: SiteReading) -> list[CablingFault]:

@@ -50,7 +50,7 @@ class Canceller:
             )
         orders = {node: self._order(node, action, ASKED) for node in self._nodes.gateways()}
         if not orders:
-            raise Permanent("no gateway is attached; see `orchestrrl status`")
+            raise Permanent("no gateway is attached, so no request can be cancelled; see `orchestrrl status`")
         collected = await answers(orders, self._clock, ANSWER_S)
         results = {node: result for node, result in collected.items() if result is not None}
         ended = [RequestId(item.id) for result in results.values() for item in result.items if item.done]

@@ -105,7 +105,7 @@ def filled(
         count, size = fleet.gpus.count, layout.gpus
         groups = [tuple(GpuId(g) for g in range(at, at + size)) for at in range(0, count - size + 1, size)]
         if not groups:
-            raise ProblemFaults([f"fleet.gpus.count: must be >= {size} for {configuration}, got {count}"])
+            raise ProblemFaults([f"fleet.gpus.count: must be >= {size} for configuration {configuration}, got {count}"])
     return [
         spec_of(fleet, EngineId(f"{configuration}-{place}"), configuration, group) for place, group in enumerate(groups)
     ]

@@ -61,7 +61,7 @@ class Membership:
         if twice := (set(added) | self.draining) & set(self.removed):
             raise ValueError(f"removed engines must not be added or draining, got {sorted(twice)}")
         if not self.leaving <= self.draining:
-            raise ValueError(f"leaving engines must be draining, got {sorted(self.leaving - self.draining)}")
+            raise ValueError(f"leaving engines must be draining, but {sorted(self.leaving - self.draining)} are not")
 
     def with_added(self, facts: EngineFacts) -> "Membership":
         """Return the membership with this engine added and accepting requests."""
@@ -197,8 +197,8 @@ class MembershipChanges:
         there = self._requests_on(engine)
         if there and not force:
             raise Permanent(
-                f"engine {engine} has {len(there)} requests; empty it with `orchestrrl engines drain {engine} --move"
-                " --wait`, or use --force to move the requests that can move and let the others finish"
+                f"engine {engine} cannot be removed while it has {len(there)} requests; empty it with `orchestrrl"
+                f" engines drain {engine} --move --wait`, or use --force to move what can move and let the rest finish"
             )
         if there:
             self._check_movable()
@@ -300,7 +300,7 @@ class MembershipChanges:
         known = {view.id for view in self._state.engines(self._clock.now_s())} | self.membership.draining
         if engine not in known:
             listing = ", ".join(sorted(known)) or "none"
-            raise ProblemFaults([f"engine_id: is not a known engine (known: {listing}), got {engine!r}"])
+            raise ProblemFaults([f"engine_id: must be a known engine ({listing}), got {engine!r}"])
 
     def _place_faults(self, new: EngineFacts, views: Sequence[EngineView]) -> list[str]:
         """Return the faults of the new engine's configuration and GPUs."""

@@ -27,16 +27,17 @@ def checked_move(snapshot: Snapshot, request: RequestId, to_engine: EngineId) ->
         faults.append(f"request_id: is not in flight, got {request!r}")
     if to_engine not in engines:
         known = ", ".join(engines) or "none"
-        faults.append(f"to_engine_id: is not a known engine (known: {known}), got {to_engine!r}")
+        faults.append(f"to_engine_id: must be a known engine ({known}), got {to_engine!r}")
     if found is None or faults:
         raise ProblemFaults(faults)
     if not found.movable:
         raise Permanent(f"request {request} cannot move: {found.movable_detail or 'its gateway does not allow it'}")
     if found.engine is None or found.engine == to_engine:
-        where = "held by its gateway" if found.engine is None else f"already on {to_engine}"
-        raise Permanent(f"request {request} is {where}; nothing was moved")
+        where = "held by its gateway" if found.engine is None else f"already assigned to engine {to_engine}"
+        raise Permanent(f"request {request} cannot move, because it is {where}")
     if engines[to_engine].health is not EngineHealth.OK:
-        raise Permanent(f"engine {to_engine} is {engines[to_engine].health}: {engines[to_engine].health_detail}")
+        health = f"{engines[to_engine].health}, {engines[to_engine].health_detail}"
+        raise Permanent(f"request {request} cannot move to engine {to_engine}, whose health is {health}")
     if engines[to_engine].draining:
         raise Permanent(f"engine {to_engine} is draining; run `orchestrrl engines drain {to_engine} --undo` first")
     if engines[to_engine].outdated:

@@ -167,7 +167,7 @@ class PauseBarrier:
         state = self.state
         if state.lease is not None:
             raise Permanent(
-                f"requests are paused while weights change: the pause barrier is {state.phase}, held by {state.lease}"
+                f"requests are paused while weights change; the pause barrier is {state.phase}: lease {state.lease}"
             )
 
     # --- actions
@@ -244,7 +244,7 @@ class PauseBarrier:
             until = time_of_day(before.until_s)
             words = "; ".join(late)
             raise Retryable(
-                f"cannot extend the lease at every gateway: {words}; these gateways may resume requests at {until}",
+                f"cannot extend the lease on some gateways, which may resume requests at {until}: {words}",
                 AGAIN_S,
             )
         self.state.require_lease(lease_id)
@@ -466,4 +466,4 @@ def _seconds_faults(name: str, value: float) -> list[str]:
 
 def _engine_faults(name: str, engines: Iterable[EngineId], known: Collection[EngineId]) -> list[str]:
     names = few(sorted(known), NAMES_TOLD, ", ") or "none"
-    return [f"{name}: is not a known engine (known: {names}), got {e!r}" for e in engines if e not in known]
+    return [f"{name}: must be a known engine ({names}), got {e!r}" for e in engines if e not in known]

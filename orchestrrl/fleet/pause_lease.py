@@ -37,12 +37,12 @@ class PauseLease:
             raise ValueError("the lease id must not be empty")
         if not self.began_s < self.quiet_by_s <= self.until_s:
             raise ValueError(
-                f"quiet_by_s must be after began_s and not after until_s, got {self.began_s}, {self.quiet_by_s},"
-                f" {self.until_s}"
+                f"quiet_by_s must be after began_s and not after until_s, got quiet_by_s {self.quiet_by_s},"
+                f" began_s {self.began_s} and until_s {self.until_s}"
             )
 
     def __str__(self) -> str:
-        return f"lease {self.id} of {self.holder or 'an unnamed holder'}, until {time_of_day(self.until_s)}"
+        return f"{self.id} of {self.holder or 'an unnamed holder'}, until {time_of_day(self.until_s)}"
 
 
 class LeaseEnd(StrEnum):
@@ -105,8 +105,8 @@ class PauseState:
         if self.lease is None or now_s < self.lease.until_s:
             return self
         detail = (
-            f"{self.lease} ended without a resume; requests have continued since, and weights that were being changed"
-            " may be mixed"
+            f"lease {self.lease} ended without a resume; requests have continued since, and weights that were being"
+            " changed may be mixed"
         )
         state = self._open(LastRelease(self.lease.id, self.lease.until_s, LeaseEnd.EXPIRED, detail))
         if self.weights_changing:
@@ -115,7 +115,7 @@ class PauseState:
 
     def paused(self, lease: PauseLease) -> "PauseState":
         if self.lease is not None:
-            raise Permanent(f"the pause barrier is held by {self.lease}")
+            raise Permanent(f"the pause barrier is already held by lease {self.lease}")
         return replace(self, lease=lease, quiet=False)
 
     def at_rest(self, lease_id: str) -> "PauseState":
@@ -193,21 +193,21 @@ class PauseState:
         if self.lease is not None and lease_id in ("", self.lease.id):
             return self.lease
         if not lease_id:
-            raise Permanent("the pause barrier is open: there is nothing to resume")
+            raise Permanent("the pause barrier is open, so there is nothing to resume")
         if self.opened is not None and self.opened.lease == lease_id:
             how, since = self.opened.how.replace("_", " "), time_of_day(self.opened.at_s)
             raise Permanent(
-                f"lease {lease_id} has ended ({how}); requests have continued since {since}, and weights that were"
-                " changed since then may be mixed"
+                f"lease {lease_id} has already ended ({how}); requests have continued since {since}, and weights that"
+                " were changed since then may be mixed"
             )
-        now = f"the pause barrier is held by {self.lease}" if self.lease else "the pause barrier is open"
+        now = f"the pause barrier is held by lease {self.lease}" if self.lease else "the pause barrier is open"
         raise Permanent(f"lease {lease_id} is unknown or ended long ago; {now}")
 
     def hold(self, now_s: float, settle_s: float = 0.0) -> Hold | None:
         """Return why no request may be moved, or None if moves are allowed. Moves are also held in the first `settle_s`
         seconds after the barrier has opened, because the engines' measured speeds are not representative then."""
         if self.lease is not None:
-            return Hold("barrier_closed", f"the pause barrier is {self.phase}: {self.lease}")
+            return Hold("barrier_closed", f"the pause barrier is {self.phase}: lease {self.lease}")
         if self.opened is not None and now_s - self.opened.at_s < settle_s:
             since_s = now_s - self.opened.at_s
             return Hold("barrier_opened", f"engines resumed {since_s:.1f} s ago; moves resume {settle_s:g} s later")

@@ -159,7 +159,7 @@ class FleetPause(Description[PauseStep]):
             case PauseStepKind.ENGINES:  # later changes of the deployment wait for the pause barrier
                 while self._acts.turn.busy:
                     if self._clock.now_s() >= self.lease.quiet_by_s:
-                        raise Retryable("the fleet cannot be paused while engines are started or stopped", ANSWER_S)
+                        raise Retryable("cannot pause the fleet while engines are being started or stopped", ANSWER_S)
                     await self._clock.sleep(BUSY_POLL_S)
             case PauseStepKind.FINISH:  # an idle gateway must not freeze engines on which another's requests finish
                 await self._all_closed()

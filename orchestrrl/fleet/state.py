@@ -404,8 +404,8 @@ class FleetState:
         count = sum(len(record.in_flight) for record in others) + len(report.in_flight)
         if count > self._capacity.requests:
             raise LimitReached(
-                f"in_flight: must be <= {self._capacity.requests} requests over all gateways (limits.requests),"
-                f" got {count}, of which {len(report.in_flight)} are on this gateway"
+                f"in_flight: must have at most {self._capacity.requests} requests across all gateways (limits.requests)"
+                f", got {count}, of which {len(report.in_flight)} are on this gateway"
             )
         self._make_room(self._meant(report.gateway, engines_of(report), report.engines or ()), report.gateway, now_s)
 

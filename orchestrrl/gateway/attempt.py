@@ -139,7 +139,7 @@ class EngineAttempt:
             finally:
                 if opening is not None:
                     await asyncio.gather(opening, return_exceptions=True)
-        raise OutcomeUnknown(f"{backend.id}: the stream of {request.request_id} ended without a finish_reason")
+        raise OutcomeUnknown(f"engine {backend.id} ended request {request.request_id} without a finish_reason")
 
     def step_s(self) -> float:
         """Return the mean time per token after the first chunk, in seconds, or 0 if no tokens followed the first

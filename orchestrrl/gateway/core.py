@@ -260,7 +260,8 @@ class Gateway:
         if target is None and not held:
             raise MoveRefused(f"engine {move.to_engine!r} is not in the routes")
         if (relay.record.engine or "") not in (move.from_engine, self.fleet.id_of(move.from_engine)):
-            raise MoveRefused(f"the request is now on {relay.record.engine or 'no engine'}")
+            at = relay.record.engine or "none"
+            raise MoveRefused(f"the request must be assigned to engine {move.from_engine or 'none'}, got {at}")
         if not move.from_engine:
             return relay.redirect(move.to_engine, move.hold_s)
         if held:

@@ -114,11 +114,11 @@ class GatewayPause:
         held = self.closed
         if held is not None and held.lease != order.lease:
             left_s = held.lease_until_s - now_s
-            raise Permanent(f"{held.holder or 'another client'} keeps the pause barrier closed for {left_s:.3g} s more")
+            raise Permanent(f"{held.holder or 'another client'} holds the pause barrier for another {left_s:.3g} s")
         if order.lease in self._ended:
-            raise Permanent(f"lease {order.lease} has ended; requests have continued since, and weights may be mixed")
+            raise Permanent(f"lease {order.lease} has already ended; requests have continued, and weights may be mixed")
         if order.lease_until_s <= now_s:
-            raise Permanent(f"lease {order.lease} ended {now_s - order.lease_until_s:.3g} s ago")
+            raise Permanent(f"lease {order.lease} already ended {now_s - order.lease_until_s:.3g} s ago")
         if held is not None:
             self.renew(order.lease, order.lease_until_s)
         else:
@@ -244,8 +244,8 @@ class GatewayPause:
         self._named(order.without, "without: ")
         if order.lease and order.lease in self._ended:
             raise Permanent(
-                f"lease {order.lease} has ended ({self.opened_because}); requests have continued since, and weights may"
-                " be mixed"
+                f"lease {order.lease} has already ended ({self.opened_because}); requests have continued since, and"
+                " weights may be mixed"
             )
         if order.lease and (self.closed is None or self.closed.lease != order.lease):
             raise Permanent(f"the pause barrier is not closed under lease {order.lease}")
@@ -414,13 +414,13 @@ class GatewayPause:
             return False
         return paused and self.closed is None and not backend.paused and self._fleet.get(backend.id) is backend
 
-    def _named(self, engines: Sequence[EngineId], path: str = "") -> list[EngineBackend]:
+    def _named(self, engines: Sequence[EngineId], path: str = "engines: ") -> list[EngineBackend]:
         """Return the engines with these ids. Raises Permanent, with a message that begins with `path`, if an id is
         unknown."""
         found = {engine: backend for engine in engines if (backend := self._fleet.get(engine)) is not None}
         if unknown := [engine for engine in engines if engine not in found]:
             known = ", ".join(backend.id for backend in self._fleet) or "none"
-            raise Permanent(f"{path}unknown engines: {', '.join(map(repr, unknown))}; engines of this gateway: {known}")
+            raise Permanent(f"{path}must be engines of this gateway ({known}), got {', '.join(map(repr, unknown))}")
         return list(found.values())
 
     # --- inside ------------------------------------------------------------------------------------------------------

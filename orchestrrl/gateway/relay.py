@@ -137,7 +137,7 @@ class RequestRelay:
         Raises MoveRefused if the request cannot leave its engine or `target` cannot accept it."""
         self._check_movable()
         if target is self.backend:
-            raise MoveRefused(f"the request is already on {target.id}")
+            raise MoveRefused(f"the request is already assigned to engine {target.id}")
         self._check_takes_requests(target.id, target)
         self._check_long_enough(target)
         assert self.backend is not None
@@ -217,7 +217,7 @@ class RequestRelay:
     def _check_long_enough(self, target: EngineBackend | None) -> None:
         if target is not None and self._ends_early_on(target):
             raise MoveRefused(
-                f"the request may exceed the context length of {target.id} ({target.context_limit_tokens:g} tokens)"
+                f"the request may exceed the {target.context_limit_tokens:g}-token context of engine {target.id}"
             )
 
     def _ends_early_on(self, target: EngineBackend) -> bool:
@@ -234,7 +234,7 @@ class RequestRelay:
         if record.done:
             raise MoveRefused("the request finished before the move")
         if self._move is not None:
-            raise MoveRefused(f"the request is already being moved to {self._move.target.id}")
+            raise MoveRefused(f"the request is already being moved to engine {self._move.target.id}")
         if self.backend is None or self._pump_task is None or self._pump_task.done():
             raise MoveRefused("the request is changing engines; try again later")
         if record.fixed_because:

@@ -160,7 +160,7 @@ def listening(flag: str, host: str, port: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise Permanent(f"--{flag} {host}:{port}: cannot listen: {error.strerror or error}") from error
+        raise Permanent(f"--{flag}: cannot listen on {host}:{port}: {error.strerror or error}") from error
 
 
 def _node(options: GatewayOptions, url: str, place: ProcessPlace | None) -> NodeId:

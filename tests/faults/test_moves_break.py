@@ -171,8 +171,8 @@ async def test_one_of_two_concurrent_moves_is_carried_out(start: Start, together
     (refused,) = (result for result in results if not result["done"])
     # Of two orders, one may be in progress while the other's move runs.
     message = (
-        f"the request is already being moved to {taken}",
-        *([] if together else [f"the request is now on {taken}"]),
+        f"the request is already being moved to engine {taken}",
+        *([] if together else [f"the request must be assigned to engine e0, got {taken}"]),
     )
     assert refused["detail"].endswith(message)
     waiting = [(await front.metrics(engine)).waiting for engine in (1, 2)]
@@ -260,7 +260,7 @@ async def test_request_that_can_never_fit_at_the_destination_stays(start: Start)
     await front.pause(0)
     (result,) = await front.move((asked, "e1"))
     assert not result["done"]
-    assert result["detail"] == "the request may exceed the context length of e1 (4096 tokens)"
+    assert result["detail"] == "the request may exceed the 4096-token context of engine e1"
     await front.resume(0)
     check(asked, await answering)
     (ended,) = await front.finished(asked)

@@ -201,7 +201,7 @@ async def test_staying_engine_killed(harness: Harness) -> None:
 @pytest.mark.parametrize(
     ("fault", "reports"),
     [
-        ("fails", "ready of {new}: {new} ended while it started"),
+        ("fails", "ready of {new}: engine {new} ended while it started"),
         pytest.param("wrong", "verify of {new}", marks=pytest.mark.slow),
         pytest.param("lies", "verify of {new}: has another layout", marks=pytest.mark.slow),
         pytest.param("hangs", "ready of {new}: timed out after", marks=pytest.mark.slow),

@@ -72,10 +72,10 @@ class TestIprouteOwnTable(TestIproute):
 async def test_missing_namespace_is_reported() -> None:
     with laboratory() as lab:
         driver = make_driver("iproute", "tor1", {"prefix": ["ip", "netns", "exec", f"orl-{lab.token}-nosuch"]})
-        with pytest.raises(Permanent, match=r"tor1: read routes: .*Cannot open network namespace"):
+        with pytest.raises(Permanent, match=r"router tor1: reading routes failed: .*Cannot open network namespace"):
             await driver.read()
 
 
 async def test_missing_program_is_reported() -> None:
-    with pytest.raises(Permanent, match="/nosuch/ssh cannot be run"):
+    with pytest.raises(Permanent, match="cannot run /nosuch/ssh"):
         await make_driver("iproute", "tor1", {"prefix": ["/nosuch/ssh", "tor1"]}).read()

@@ -131,7 +131,7 @@ async def test_processes_end_with_their_parent(start: Start) -> None:
 async def test_port_in_use_is_reported_immediately(start: Start, tmp_path: Path) -> None:
     port = free_port()
     server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", port)
-    with pytest.raises(Permanent, match=r"--listen 127.0.0.1:\d+: cannot listen: Address already in use"):
+    with pytest.raises(Permanent, match=r"--listen: cannot listen on 127.0.0.1:\d+: Address already in use"):
         await start(port=port)
     server.close()
 

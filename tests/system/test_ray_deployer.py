@@ -313,7 +313,7 @@ async def test_engines_inside_a_placement_group_of_the_job(harness: Harness) -> 
     remove_placement_group(offer)
     assert until_gone(wide)
     await until(deployer, ONE, EngineLife.ENDED)
-    with pytest.raises(Retryable, match=naming("no placement group rollout*")):
+    with pytest.raises(Retryable, match=naming("no placement group that matches rollout*")):
         await impatient.start(STUB.spec(TWO, (2,)))
     await deployer.stop(ONE)
     assert left_in_ray() == []

@@ -180,7 +180,7 @@ class Aiconfigurator:
             known = sorted(self._database.get_supported_databases())
             raise ProblemFaults(
                 [
-                    f"--system: must be a system with data for {backend}, got {system!r}; systems with data"
+                    f"--system: must be a system with data for backend {backend}, got {system!r}; systems with data"
                     f" for any backend: {', '.join(known)}"
                 ]
             )

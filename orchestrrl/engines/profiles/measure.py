@@ -153,7 +153,7 @@ async def _limits(engine: Engine, capabilities: EngineCapabilities, wanted: Meas
     metrics = await engine.metrics()
     if metrics.running or metrics.waiting:
         raise Permanent(
-            f"{engine.url} is busy ({metrics.running} running, {metrics.waiting} waiting); measure an idle engine"
+            f"engine {engine.url} is busy ({metrics.running} running, {metrics.waiting} waiting); use an idle engine"
         )
     sequences = wanted.max_sequences or capabilities.max_sequences
     capacity_tokens = wanted.kv_capacity_tokens or metrics.kv_capacity_tokens
@@ -163,7 +163,7 @@ async def _limits(engine: Engine, capabilities: EngineCapabilities, wanted: Meas
         if not known
     ]
     if not capabilities.models:
-        raise Permanent(f"{engine.url} serves no model")
+        raise Permanent(f"engine {engine.url} serves no model")
     if faults or not sequences:
         raise ProblemFaults(faults)
     longest = capabilities.max_model_len_tokens or LONGEST_UNKNOWN_TOKENS
@@ -298,7 +298,7 @@ class _Run:
             self._vocabulary = size
             return
         raise Permanent(
-            f"{self._engine.url} refused one-token prompts with the token ids {[size - 1 for size in VOCABULARIES]}"
+            f"engine {self._engine.url} refused prompts of one token with the ids {[size - 1 for size in VOCABULARIES]}"
         )
 
     async def _prefill(self) -> list[TimedSample]:

@@ -96,7 +96,7 @@ class RouterDriver(FromOptions):
             taken = [change for change in todo if change.prefix in before.foreign]
             if taken:
                 raise Permanent(
-                    f"{self.router}: nothing was sent, because foreign routes exist for"
+                    f"router {self.router}: cannot change routes, because foreign routes exist for"
                     f" {', '.join(sorted(c.prefix for c in taken))}"
                 )
             if not todo and before.idle.isdisjoint(change.prefix for change in changes):
@@ -104,7 +104,7 @@ class RouterDriver(FromOptions):
             why = "the router does not forward by it"
             if todo:
                 try:
-                    await self._command("routes", self._wire.send(todo, before.table), OutcomeUnknown)
+                    await self._command("changing routes", self._wire.send(todo, before.table), OutcomeUnknown)
                 except (Permanent, OutcomeUnknown) as error:  # the router's state decides
                     why = str(error)
             missing = await self._missing(changes, why)
@@ -114,7 +114,7 @@ class RouterDriver(FromOptions):
 
     async def links(self) -> Mapping[str, bool]:
         """Return a mapping from each interface of the router to whether the interface is up and has a signal."""
-        return await self._command("links", self._wire.read_links())
+        return await self._command("reading links", self._wire.read_links())
 
     async def wait_up(self, interfaces: Collection[str], limit_s: float) -> frozenset[str]:
         """Wait until all of these interfaces are up, for at most `limit_s` seconds. Return the interfaces that are down
@@ -146,9 +146,9 @@ class RouterDriver(FromOptions):
             if self._clock.now_s() >= probe_s:
                 silent = {hop.interface for hop in wanted - found}
                 again = frozenset(hop for hop in wanted if hop.interface in silent)
-                await self._command("look for neighbours", self._wire.probe_neighbours(again))
+                await self._command("probing neighbours", self._wire.probe_neighbours(again))
                 probe_s = self._clock.now_s() + PROBE_S
-            found = await self._command("neighbours", self._wire.found(wanted))
+            found = await self._command("reading neighbours", self._wire.found(wanted))
             left_s = until_s - self._clock.now_s()
             if found == wanted or left_s <= 0:
                 return found
@@ -168,10 +168,10 @@ class RouterDriver(FromOptions):
             if (largest := max(hop.weight for hop in route.next_hops)) > can.max_weight:
                 wrong.append(f"{route.prefix}: weights must be <= {can.max_weight}, got {largest}")
         if wrong:
-            raise Permanent(f"{self.router}: nothing was sent: {'; '.join(wrong)}")
+            raise Permanent(f"router {self.router}: cannot change routes: {'; '.join(wrong)}")
 
     async def _read_routes(self) -> RouteReading:
-        return await self._command("read routes", self._wire.read_routes())
+        return await self._command("reading routes", self._wire.read_routes())
 
     async def _missing(self, changes: Sequence[RouteChange], why: str) -> tuple[RouteChange, ...]:
         """Wait until the changes are in effect, but no longer than the router may need to install them. Return the
@@ -201,14 +201,14 @@ class RouterDriver(FromOptions):
         try:
             return await within(self._clock, self._command_s, verb)
         except TimeoutError as error:
-            text = f"{self.router}: {name}: {error}"
+            text = f"router {self.router}: {name} failed: {error}"
             raise (late(text) if late else Retryable(text, RETRY_S)) from None
         except Retryable as error:
-            raise Retryable(f"{self.router}: {name}: {error}", error.after_s) from error
+            raise Retryable(f"router {self.router}: {name} failed: {error}", error.after_s) from error
         except (Permanent, OutcomeUnknown) as error:
-            raise type(error)(f"{self.router}: {name}: {error}") from error
+            raise type(error)(f"router {self.router}: {name} failed: {error}") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise Permanent(f"{self.router}: {name}: the response is malformed: {error!r}") from error
+            raise Permanent(f"router {self.router}: {name} failed, as the response is malformed: {error!r}") from error
 
     @asynccontextmanager
     async def _writing(self) -> AsyncIterator[None]:

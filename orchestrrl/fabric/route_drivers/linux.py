@@ -83,7 +83,7 @@ class RouterShell:
                 *self.prefix, *command, stdin=stdin, stdout=pipe, stderr=pipe, start_new_session=True
             )
         except OSError as error:
-            raise Permanent(f"{(*self.prefix, *command)[0]} cannot be run: {error}") from error
+            raise Permanent(f"cannot run {(*self.prefix, *command)[0]}: {error}") from error
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -130,9 +130,9 @@ class LinuxHost:
         try:
             rows = json.loads(answer.out or "[]")
         except ValueError as error:
-            raise OutcomeUnknown(f"ip {' '.join(command)}: the output is not JSON: {answer.out[:200]!r}") from error
+            raise OutcomeUnknown(f"ip {' '.join(command)} must return valid JSON, got {answer.out[:200]!r}") from error
         if not isinstance(rows, list):
-            raise OutcomeUnknown(f"ip {' '.join(command)}: the output is not a JSON list: {answer.out[:200]!r}")
+            raise OutcomeUnknown(f"ip {' '.join(command)} must return a JSON list, got {answer.out[:200]!r}")
         return rows
 
     async def batch(self, lines: list[str], *options: str) -> None:

@@ -103,10 +103,10 @@ class FixedGpusDeployer:
     keeps_gpus: ClassVar[str]  # the reason, for messages
 
     async def lend(self, engine: EngineId, lent: bool) -> None:
-        raise Permanent(f"the GPUs of {engine} cannot be lent: {self.keeps_gpus}")
+        raise Permanent(f"the GPUs of engine {engine} cannot be lent: {self.keeps_gpus}")
 
     async def scale(self, spec: EngineSpec) -> DeployedInstance:
-        raise Permanent(f"the GPUs of {spec.engine} cannot change: {self.keeps_gpus}")
+        raise Permanent(f"the GPUs of engine {spec.engine} cannot change: {self.keeps_gpus}")
 
 
 @dataclass(frozen=True, slots=True)

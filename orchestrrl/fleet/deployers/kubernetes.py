@@ -78,7 +78,7 @@ class KubernetesDeployer(FixedGpusDeployer):
                 await self._request_deletion(made, pods, asked)
             if self._clock.now_s() > deadline_s:
                 found = reading.read_life(made, pods, await self._view.answering(pods))
-                raise OutcomeUnknown(f"engine {engine} still exists: {found.detail or 'its pods have not ended'}")
+                raise OutcomeUnknown(f"engine {engine} still exists: {found.detail or 'its pods have not terminated'}")
             await self._clock.sleep(self._options.poll_s)
 
     async def status(self, engine: EngineId) -> DeployedInstance | None:

@@ -112,7 +112,7 @@ class KubernetesApi:
             why = f"{what} got no answer from the Kubernetes API server: {str(error) or type(error).__name__}"
             raise (Retryable(why, RETRY_AFTER_S) if method == "GET" else OutcomeUnknown(why)) from error
         except ApiException as error:
-            raise Permanent(f"{what} could not be sent: {error.reason}") from error
+            raise Permanent(f"cannot send {what} to the Kubernetes API server: {error.reason}") from error
         if not 200 <= response.status < 300:
             raise _refusal(method, path, response.status, response.headers, content)
         return content

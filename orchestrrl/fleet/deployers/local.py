@@ -123,7 +123,7 @@ class LocalDeployer:
         finally:
             self._stopping[engine] -= 1
         pids = [found.process.pid for found in left]
-        raise OutcomeUnknown(f"engine {engine}: processes {pids} did not end after SIGKILL")
+        raise OutcomeUnknown(f"processes {pids} of engine {engine} did not exit after SIGKILL")
 
     async def status(self, engine: EngineId) -> DeployedInstance | None:
         running = await asyncio.to_thread(self._running, engine)
@@ -190,7 +190,7 @@ class LocalDeployer:
             time.sleep(POLL_S)
             found = self._processes_of(held.engine)
             if found and time.monotonic() > deadline_s:
-                raise Retryable(f"engine {held.engine}: its remaining processes did not end after SIGKILL", FORCE_S)
+                raise Retryable(f"the remaining processes of engine {held.engine} did not exit after SIGKILL", FORCE_S)
 
     def _exit_status(self, leader: tuple[int, float]) -> int | None:
         """Return the exit status of a child process, identified by its id and creation time. Return None if the process

@@ -131,7 +131,7 @@ class RayDeployer(FixedGpusDeployer):
                 deployed = await self._start(spec, parts)
             except RayConnectionLost as error:
                 raise OutcomeUnknown(
-                    f"engine {spec.engine}: the connection to Ray was lost during the start: {error}"
+                    f"lost the connection to Ray during the start of engine {spec.engine}: {error}"
                 ) from error
             finally:
                 del self._starting[spec.engine]
@@ -173,7 +173,7 @@ class RayDeployer(FixedGpusDeployer):
         try:
             await self._driver.call("stop", self._stop_limit_s, engine=engine)
         except RayConnectionLost as error:
-            raise OutcomeUnknown(f"engine {engine}: the connection to Ray was lost during the stop: {error}") from error
+            raise OutcomeUnknown(f"lost the connection to Ray during the stop of engine {engine}: {error}") from error
         self._seen.pop(engine, None)
 
     async def status(self, engine: EngineId) -> DeployedInstance | None:
@@ -182,7 +182,7 @@ class RayDeployer(FixedGpusDeployer):
         except (RayConnectionLost, Retryable) as error:
             if engine in self._seen:
                 return replace(self._seen[engine], life=EngineLife.UNKNOWN, detail=str(error))
-            raise Retryable(f"engine {engine}: its state cannot be read: {error}", RETRY_AFTER_S) from error
+            raise Retryable(f"cannot read the state of engine {engine}: {error}", RETRY_AFTER_S) from error
         if found is None:
             self._seen.pop(engine, None)
             return None
@@ -300,7 +300,7 @@ class RayDriver:
                     limit=LINE_BYTES,
                 )
             except OSError as error:
-                raise Permanent(f"{self._python} cannot be run: {error}") from error
+                raise Permanent(f"cannot run {self._python}: {error}") from error
         self._reader = asyncio.create_task(self._read(self._process))
         try:
             await self._exchange("open", self._connect_within_s, {"settings": dict(self._settings)})
@@ -319,9 +319,9 @@ class RayDriver:
             answer = await asyncio.wait_for(future, limit_s)
         except TimeoutError:
             await _kill(process)
-            raise RayConnectionLost(f"the call `{name}` took longer than {limit_s:g} s") from None
+            raise RayConnectionLost(f"the call `{name}` timed out after {limit_s:g} s") from None
         except OSError as error:
-            raise RayConnectionLost(f"the Ray driver has ended: {error}") from error
+            raise RayConnectionLost(f"the Ray driver has exited: {error}") from error
         finally:
             self._waiting.pop(number, None)
         if (refusal := answer.get("error")) is None:
@@ -339,7 +339,7 @@ class RayDriver:
         await process.wait()
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(RayConnectionLost(f"the Ray driver has ended with status {process.returncode}"))
+                future.set_exception(RayConnectionLost(f"the Ray driver has exited with status {process.returncode}"))
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:

@@ -209,7 +209,7 @@ class RayCluster:
         if record is None and engine not in self._groups() and not self._named(engine):
             return
         if not self._clear(engine):
-            raise RayRefusal("unknown", f"engine {engine}: its processes may still run: a node does not respond")
+            raise RayRefusal("unknown", f"engine {engine} may still be running, because a node is not responding")
 
     def _clear(self, engine: str) -> bool:
         """Remove the engine's processes, actors and placement group, then its record, and return True. If any of these
@@ -301,7 +301,7 @@ class RayCluster:
         if waiting:
             behind = [seat for seat, call in zip(seats, calls, strict=True) if call in waiting]
             where = ", ".join(sorted({f"bundle {seat['bundle']} on {seat['address']}" for seat in behind}))
-            raise RayRefusal("retryable", f"engine {engine}: Ray started no actor in {where}, which may be in use")
+            raise RayRefusal("retryable", f"Ray started no actor for engine {engine} in {where}, which may be in use")
         places: list[Json] = []
         try:
             answers = ray.get(calls)

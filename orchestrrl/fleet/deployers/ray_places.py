@@ -54,7 +54,7 @@ class EnginePlaces:
             missing = self._missing(parts, nodes) if time.monotonic() - began_s > SETTLE_S else []
             if missing or is_over():
                 why = "; ".join(missing) or f"its placement group is {str(state).lower()}"
-                raise RayRefusal("retryable", f"{name}: Ray does not have enough resources: {why}")
+                raise RayRefusal("retryable", f"Ray does not have enough resources for placement group {name}: {why}")
             time.sleep(POLL_S)
         seats: list[Json] = []
         for bundle, (part, node) in enumerate(zip(parts, nodes, strict=True)):
@@ -81,10 +81,10 @@ class EnginePlaces:
             return dict(found[0])
         seen = ", ".join(sorted(node["NodeManagerAddress"] for node in alive)) or "none"
         if names:
-            raise RayRefusal("retryable", f"Ray has no node {names[place]} now; Ray's nodes: {seen}")
+            raise RayRefusal("retryable", f"Ray has no node {names[place]}; Ray's nodes: {seen}")
         wanted = " and ".join(self._settings["per_gpu"])
         if not found:
-            raise RayRefusal("retryable", f"no Ray node offers {wanted}; Ray's nodes: {seen}")
+            raise RayRefusal("retryable", f"no Ray node offers the resources {wanted}; Ray's nodes: {seen}")
         raise RayRefusal(
             "permanent",
             f"node {place} of the fleet could be any of Ray's nodes ({seen}); set `fleet.deployer.options.nodes`",
@@ -117,7 +117,8 @@ class EnginePlaces:
                 name = ", ".join(self._settings["placement_groups"])
                 raise RayRefusal(
                     "retryable",
-                    f"{name} offers {len(slots)} GPUs on {address}, too few for GPUs {beyond} of node {part['node']}",
+                    f"placement groups {name} offer {len(slots)} GPUs on {address}, too few for GPUs {beyond} of node"
+                    f" {part['node']}",
                 )
             units: dict[tuple[str, int], int] = {}
             for gpu in part["local"]:
@@ -137,7 +138,7 @@ class EnginePlaces:
             if table["state"] == "CREATED" and any(fnmatchcase(table["name"], pattern) for pattern in patterns)
         ]
         if not tables:
-            raise RayRefusal("retryable", f"no placement group {' or '.join(patterns)} is ready")
+            raise RayRefusal("retryable", f"no placement group that matches {' or '.join(patterns)} is ready")
         offer: dict[str, list[tuple[str, int]]] = {}
         for table in sorted(tables, key=lambda table: (len(table["name"]), table["name"], table["placement_group_id"])):
             for bundle, resources in sorted(table["bundles"].items()):

@@ -257,7 +257,7 @@ class RedeployActions:
             found = await self.deployment.deployer.status(engine)
             if found is None or found.life is EngineLife.ENDED:
                 raise Permanent(
-                    f"{engine} ended before it served requests: {found.detail if found else 'no process is left'}"
+                    f"engine {engine} ended before serving requests: {found.detail if found else 'no process is left'}"
                 )
 
     async def _admit(self) -> str:
@@ -396,7 +396,7 @@ class RedeployActions:
             if deployed is None or deployed.life is EngineLife.ENDED:
                 self.waits_for.pop(engine, None)
                 raise Permanent(
-                    f"{engine} ended while it started: {deployed.detail if deployed else 'no process is left'}"
+                    f"engine {engine} ended while it started: {deployed.detail if deployed else 'no process is left'}"
                 )
             self.running[engine] = deployed
             if deployed.url:

@@ -237,7 +237,7 @@ class RedeploymentController:
         woken = {spec.engine for spec in standing.asleep} & coming
         if coming - woken and weights.version is not None and not weights.source:
             raise Permanent(
-                f"engines to start need weight version {weights.version}, whose location is unknown; run"
+                f"the engines to be started need weight version {weights.version}, whose location is unknown; run"
                 f" `orchestrrl engines set-version {weights.version} --weights FOLDER`"
             )
         may_sleep = self._deployer.can_lend and not wanted.sleepers_too
@@ -327,7 +327,7 @@ class RedeploymentController:
             raise Permanent(because)
         redeployment, _ = self.draft(wish)
         if not _changes(redeployment):
-            raise Permanent("the fleet already has the requested engines: nothing to redeploy")
+            raise Permanent("the fleet already has the requested engines, so there is nothing to redeploy")
         self._begin(redeployment)
         return redeployment.id
 

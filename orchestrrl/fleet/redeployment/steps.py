@@ -93,14 +93,14 @@ class Redeployment:
             for spec in specs:
                 for gpu in spec.gpus:
                     if gpu in owner:
-                        raise ValueError(f"{name}: GPU {gpu} is used by both {owner[gpu]} and {spec.engine}")
+                        raise ValueError(f"{name}: GPU {gpu} must have one engine, got {owner[gpu]} and {spec.engine}")
                     owner[gpu] = spec.engine
             ids = [spec.engine for spec in specs]
             if len(set(ids)) != len(ids):
                 raise ValueError(f"{name}: engine ids must be unique, got {ids}")
         changed = [new.engine for old, new in self.scaled if not can_scale(old, new)]
         if changed:
-            raise ValueError(f"engines that stay must keep their GPUs, got other GPUs for {changed}")
+            raise ValueError(f"engines that stay must keep their GPUs, got other GPUs for engines {changed}")
 
     @property
     def leaving(self) -> tuple[EngineSpec, ...]:

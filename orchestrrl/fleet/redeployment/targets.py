@@ -64,7 +64,7 @@ def wanted_by_plan(plan: Plan, standing: StandingEngine) -> TargetEngine:
             new.append(standing.make_spec(instance.id, instance.configuration, instance.gpus))
     wanted = {instance.id for instance in plan.instances}
     if unowned := sorted(foreign - wanted):
-        raise Permanent(f"plan {plan.id} omits {', '.join(unowned)}, which this deployer did not start and cannot stop")
+        raise Permanent(f"plan {plan.id} omits engines {', '.join(unowned)}, which this deployer cannot stop")
     _check_gpus(new, standing)
     destinations = {move.request: move.destination for move in plan.moves}
     destinations |= {request: instance.id for instance in plan.instances for request in instance.requests}

@@ -50,7 +50,7 @@ def read_json(data: bytes) -> Any:
         wrong = f"the body cannot be parsed: it must be nested at most {MOST_DEPTH} levels deep"
         raise HttpRefusal(wrong) from error
     except ValueError as error:
-        raise HttpRefusal(f"the body is not JSON: {error}") from error
+        raise HttpRefusal(f"the body is not valid JSON: {error}") from error
     raise_faults(_unfit(value, (), escapes="\\ud" in text or "\\uD" in text))
     return value
 

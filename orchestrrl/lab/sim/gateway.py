@@ -203,7 +203,7 @@ class VirtualGateway:
         if record is None:
             return refused("no such request")
         if record.engine != move.from_engine:
-            return refused(f"the request is now on {record.engine or 'no engine'}")
+            return refused(f"the request must be assigned to engine {move.from_engine}, got {record.engine or 'none'}")
         if source_slot is None:
             return refused(f"engine {move.from_engine!r} is not in the routes")
         if (target is None or not target.usable) and not move.hold_s:

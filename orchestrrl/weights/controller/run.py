@@ -307,9 +307,9 @@ class SyncRun(Description[SyncStep]):
                 if is_late:
                     raise SyncFailed(
                         "not_quiet",
-                        f"the pause barrier is still closed by {acts.fence.state.lease} after {within_s:g} s",
+                        f"the pause barrier is still closed by lease {acts.fence.state.lease} after {within_s:g} s",
                     )
-                return f"{acts.fence.state.lease} has the pause barrier closed"
+                return f"lease {acts.fence.state.lease} has the pause barrier closed"
             if acts.deploying():  # a deployment does not start while the barrier is closed, and has its own time limits
                 until_s = acts.clock.now_s() + within_s
                 return "engines are being started or stopped"

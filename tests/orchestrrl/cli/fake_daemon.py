@@ -303,7 +303,7 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
     async def RenewPause(self, request: pb.RenewPauseRequest, context: Context) -> pb.PauseBarrier:  # type: ignore[override]
         self.received.append(request)
         if request.lease_id != BARRIER.lease_id:
-            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, "lease g2-1 has ended (expired)")
+            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, "lease g2-1 has already ended (expired)")
         return BARRIER
 
     async def ResumeFleet(self, request: pb.ResumeFleetRequest, context: Context) -> pb.PauseBarrier:  # type: ignore[override]

@@ -175,12 +175,12 @@ def test_added_engine_is_listed(run: Run) -> None:
                 "gpus[1]: must be less than fleet.gpus.count (6), got 9",
             ],
         ),
-        (["drain", "e9"], ["engine_id: is not a known engine (known: e0, e1), got 'e9'"]),
+        (["drain", "e9"], ["engine_id: must be a known engine (e0, e1), got 'e9'"]),
         (
             ["drain", "e0", "--undo", "--move", "--wait"],
             ["--move: cannot go with --undo", "--wait: cannot go with --undo"],
         ),
-        (["remove", "e9"], ["engine_id: is not a known engine (known: e0, e1), got 'e9'"]),
+        (["remove", "e9"], ["engine_id: must be a known engine (e0, e1), got 'e9'"]),
     ],
     ids=lambda words: " ".join(words[:2]),
 )
@@ -230,7 +230,8 @@ def _undrain(daemon: Daemon) -> None:
 def test_remove_with_requests_requires_force(daemon: Daemon, run: Run) -> None:
     refused = run("remove", "e0")
     assert (refused.exit_code, refused.stdout) == (1, "")
-    assert "engine e0 has 2 requests; empty it with `orchestrrl engines drain e0 --move --wait`" in refused.stderr
+    assert "engine e0 cannot be removed while it has 2 requests; empty it with `orchestrrl engines" in refused.stderr
+    assert "drain e0 --move --wait`" in refused.stderr
     daemon.pin("a")
     forced = printed(run("remove", "e0", "--force"))
     assert forced == "e0 removed; requests moved to other engines: 1, finishing on it: 1"

@@ -67,7 +67,7 @@ def test_pause_fails_if_the_fleet_is_not_quiet(daemon: FakeDaemon) -> None:
 def test_renew_and_resume(daemon: FakeDaemon) -> None:
     assert "barrier: quiet" in printed(run(daemon, "renew", "g3-1", "--lease-s", "120"))
     late = run(daemon, "renew", "g2-1")
-    assert (late.exit_code, late.stderr) == (1, "lease g2-1 has ended (expired)\n")
+    assert (late.exit_code, late.stderr) == (1, "lease g2-1 has already ended (expired)\n")
     text = printed(run(daemon, "resume", "g3-1", "--policy-version", "0", "--without", "e1", "--without", "e2"))
     assert text.startswith("barrier: open, policy version 12 last opened: resumed by weights of step 12")
     printed(run(daemon, "resume", "--weights", "/shared/12"))

@@ -289,13 +289,13 @@ async def test_operators_move_uses_the_same_path(harness: Harness) -> None:
         assert fleet.where["r00"] == "e1"
         assert len(harness.entries(EntryKind.OPERATION_RESULT)) == 1
         fleet.report()
-        with pytest.raises(Permanent, match="request r00 is already on e1"):
+        with pytest.raises(Permanent, match="request r00 cannot move, because it is already assigned to engine e1"):
             await plane.fleet.move(RequestId("r00"), EngineId("e1"))
         with pytest.raises(ProblemFaults) as caught:
             await plane.fleet.move(RequestId("unknown"), EngineId("nowhere"))
         assert caught.value.faults == [
             "request_id: is not in flight, got 'unknown'",
-            "to_engine_id: is not a known engine (known: e0, e1), got 'nowhere'",
+            "to_engine_id: must be a known engine (e0, e1), got 'nowhere'",
         ]
 
 

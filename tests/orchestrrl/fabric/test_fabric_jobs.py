@@ -165,7 +165,7 @@ async def test_jobs_may_use_equal_period_names(site: Harness, one: Agent, other:
         again = fabric.announce("next", job=job)  # as a recorder does, which sends the job but no intent
         assert again.intent.ranks <= set(ranks)
         assert (await site.over(again)).job == job
-    with pytest.raises(Permanent, match="was announced by several jobs; name one of them: 'one', 'other'"):
+    with pytest.raises(Permanent, match=r"was announced by several jobs \('one', 'other'\); name one of them"):
         fabric.announce("next")
     with pytest.raises(Permanent, match="of job 'third' was never announced"):
         fabric.announce("next", job="third")

@@ -316,7 +316,7 @@ async def test_engine_with_requests_is_removed_only_by_force(harness: Harness) -
     async with harness.running(a="e0", b="e0", c="e0", d="e1") as nodes:
         nodes.immovable = {"b"}
         await harness.clock.advance(1.0)
-        with pytest.raises(Permanent, match=r"engine e0 has 3 requests; .*drain e0 --move --wait.*--force"):
+        with pytest.raises(Permanent, match=r"engine e0 cannot be removed while it has 3 requests; .*drain e0 --move --wait.*--force"):
             await plane.fleet.membership_changes.remove(E0)
         removing = asyncio.create_task(plane.fleet.membership_changes.remove(E0, force=True))
         await harness.clock.advance(1.0)
@@ -343,9 +343,9 @@ async def test_removed_engine_stays_away_until_added_again(harness: Harness) -> 
         await harness.clock.advance(5.0)
         assert sorted(nodes.routes) == ["e0"]
         for word in (plane.fleet.membership_changes.drain, plane.fleet.membership_changes.undrain):
-            with pytest.raises(ProblemFaults, match=r"engine_id: is not a known engine \(known: e0\), got 'e1'"):
+            with pytest.raises(ProblemFaults, match=r"engine_id: must be a known engine \(e0\), got 'e1'"):
                 word(E1)
-        with pytest.raises(ProblemFaults, match="not a known engine"):
+        with pytest.raises(ProblemFaults, match="must be a known engine"):
             await plane.fleet.membership_changes.remove(E1)
         plane.fleet.membership_changes.add(EngineFacts("e1", ""))
         await harness.clock.advance(1.0)

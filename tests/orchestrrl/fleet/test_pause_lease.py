@@ -146,11 +146,11 @@ def test_ended_lease_is_refused_with_its_end_time() -> None:
     state = PauseState().paused(lease("a", 0.0, 60.0)).at_rest("a").at(3661.0)
     assert state.opened is not None
     assert (state.opened.how, state.opened.at_s) == (LeaseEnd.EXPIRED, 60.0)
-    with pytest.raises(Permanent, match=r"has ended \(expired\); requests have continued since 00:01:00 UTC, and"):
+    with pytest.raises(Permanent, match=r"has already ended \(expired\); requests have continued since 00:01:00 UTC"):
         state.renewed("a", 4000.0)
     with pytest.raises(Permanent, match="lease b is unknown or ended long ago; the pause barrier is open"):
         state.resumed("b", 4000.0, [], None, [])
-    with pytest.raises(Permanent, match="the pause barrier is open: there is nothing to resume"):
+    with pytest.raises(Permanent, match="the pause barrier is open, so there is nothing to resume"):
         state.resumed("", 4000.0, [], None, [])
 
 

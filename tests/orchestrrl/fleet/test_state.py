@@ -330,7 +330,7 @@ def test_excess_engines_gateways_and_requests_are_refused_with_the_limit() -> No
         state.check_engine_report(engine_report("e2"), 1.0)
     state.check_engine_report(engine_report("e1", 2), 1.0)
     with pytest.raises(
-        LimitReached, match=r"in_flight: must be <= 3 requests over all gateways \(limits.requests\), got 4"
+        LimitReached, match=r"in_flight: must have at most 3 requests across all gateways \(limits.requests\), got 4"
     ):
         state.check_gateway_report(gateway_report(*(request(f"r{n}") for n in range(4))), 1.0)
     with pytest.raises(LimitReached, match=r"engines \(limits.engines\)|limits.engines"):

@@ -88,7 +88,7 @@ async def test_refused_barrier_calls_explain_why(harness: Harness) -> None:
     _, barrier = await harness.post("/orchestrrl/pause", {"holder": "one"})
     status, reply = await harness.post("/orchestrrl/pause", {"holder": "two"})
     assert status == 409
-    assert "one keeps the pause barrier closed for" in reply["error"]["message"]
+    assert "one holds the pause barrier for" in reply["error"]["message"]
     for path in ("renew", "resume"):
         status, reply = await harness.post(f"/orchestrrl/{path}", {"lease_id": "another"})
         assert status == 409, path
@@ -97,11 +97,11 @@ async def test_refused_barrier_calls_explain_why(harness: Harness) -> None:
         "/orchestrrl/resume", {"lease_id": barrier["lease_id"], "without_engines": ["e9"]}
     )
     assert status == 409
-    assert "unknown engines: 'e9'; engines of this gateway: e0, e1" in reply["error"]["message"]
+    assert "must be engines of this gateway (e0, e1), got 'e9'" in reply["error"]["message"]
     assert (await harness.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"]}))[0] == 200
     status, reply = await harness.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"]})
     assert status == 409
-    assert " has ended" in reply["error"]["message"]
+    assert " has already ended" in reply["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ async def test_queued_requests_are_on_no_engine_and_are_counted() -> None:
         views = {view.id: view for view in w.gateway.report().in_flight}
         assert [views[RequestId(f"r{n}")].engine for n in range(5)] == ["e0", "e1", None, None, None]
         (refused,) = await w.gateway.move([RequestMove(RequestId("r4"), EngineId("e0"), EngineId("e1"))])
-        assert (refused.done, refused.detail) == (False, "the request is now on no engine")
+        assert (refused.done, refused.detail) == (False, "the request must be assigned to engine e0, got none")
         registry = CollectorRegistry()
         registry.register(GatewayCollector(w.gateway))
         text = generate_latest(registry).decode()

@@ -290,7 +290,7 @@ async def test_move_to_same_draining_or_unknown_engine_is_refused() -> None:
         await w.step()
         assert "already" in (await move(w, "e0")).detail
         assert "not in the routes" in (await move(w, "e7")).detail
-        assert "is now on" in (await move(w, "e0", source="e1")).detail
+        assert "must be assigned to engine e1" in (await move(w, "e0", source="e1")).detail
         assert job.records[0].attempt == 1
 
 
@@ -550,7 +550,10 @@ async def test_request_avoids_engines_with_too_short_context() -> None:
         assert job.records[0].engine == "e1"
         await w.step()
         result = await move(w, "e2")
-        assert (result.done, result.detail) == (False, "the request may exceed the context length of e2 (40 tokens)")
+        assert (result.done, result.detail) == (
+            False,
+            "the request may exceed the 40-token context of engine e2",
+        )
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 30)
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20)) as job:

@@ -165,7 +165,7 @@ async def test_other_holder_of_the_barrier_is_named(weights: Path) -> None:
         now_s = gateway.clock.now_s()
         held = CloseBarrier("l", "somebody else", PauseMode.KEEP, FrozenRequests.RECOMPUTE, now_s + 600, now_s + 600)
         await gateway.barrier.close(held)
-        with pytest.raises(Permanent, match=r"somebody else keeps the pause barrier closed.*; no weights were changed"):
+        with pytest.raises(Permanent, match=r"somebody else holds the pause barrier.*; no weights were changed"):
             await asyncio.to_thread(reload_weights, [engine.url], weights, gateway_url=url)
 
 

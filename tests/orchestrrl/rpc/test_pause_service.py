@@ -188,7 +188,7 @@ async def test_all_faults_of_a_pause_request_are_reported(harness: Harness) -> N
     ]
     code, words = await refused(harness.control.SetPolicyVersion(pb.SetPolicyVersionRequest(engine_ids=["e7", "e8"])))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert words.splitlines() == [f"engine_ids: is not a known engine (known: e0, e1), got '{e}'" for e in ("e7", "e8")]
+    assert words.splitlines() == [f"engine_ids: must be a known engine (e0, e1), got '{e}'" for e in ("e7", "e8")]
     assert (await refused(harness.control.CancelRequests(pb.CancelRequestsRequest())))[0] is (
         grpc.StatusCode.INVALID_ARGUMENT
     )

@@ -103,5 +103,5 @@ class TestFrr(RouteDriverConformance):
             pid = self.router.folder / "staticd.pid"
             os.kill(int(pid.read_text()), signal.SIGKILL)
             pid.unlink()
-            with pytest.raises(Retryable, match="tor1: read routes: vtysh"):
+            with pytest.raises(Retryable, match="router tor1: reading routes failed: vtysh"):
                 await driver.read()

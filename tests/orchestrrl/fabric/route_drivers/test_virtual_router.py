@@ -60,7 +60,7 @@ async def test_unreachable_router_raises_retryable(clock: VirtualClock) -> None:
     suite.clock = clock
     driver = await suite.make_driver()
     await suite.inject(driver, RouterFault(RouterFaultKind.UNREACHABLE))
-    with pytest.raises(Retryable, match="tor1: read routes: no route to host"):
+    with pytest.raises(Retryable, match="router tor1: reading routes failed: no route to host"):
         await driver.apply([put(suite.route(ONE, 1))])
     await suite.inject(driver, RouterFault(RouterFaultKind.REACHABLE))
     assert await driver.read() == {}

@@ -160,7 +160,7 @@ async def test_engine_that_ends_while_others_start_is_not_admitted(tmp_path: Pat
         report = await harness.until_ended()
         assert (report.state, report.detail) == (
             OperationState.ROLLED_BACK,
-            "admit: s1.0 ended before it served requests: died",
+            "admit: engine s1.0 ended before serving requests: died",
         )
         check_whole(harness, "wide")
 

@@ -225,7 +225,7 @@ def test_interrupted_redeployment_is_finished_only_if_all_new_engines_are_verifi
 
 def test_redeployment_with_two_engines_on_one_gpu_is_rejected() -> None:
     one, two = make_spec("a", "tp1", (0,)), make_spec("b", "tp2", (0, 1))
-    with pytest.raises(ValueError, match="GPU 0 is used by both a and b"):
+    with pytest.raises(ValueError, match="GPU 0 must have one engine, got a and b"):
         Redeployment(RedeploymentId("s"), PlanId(""), "", 0.0, (), (one, two))
     with pytest.raises(ValueError, match="must keep their GPUs"):
         Redeployment(RedeploymentId("s"), PlanId(""), "", 0.0, (one,), (make_spec("a", "tp1", (1,)),))

@@ -241,7 +241,7 @@ def too_small(engine: FakeEngine) -> None:
 @pytest.mark.parametrize(
     ("made", "reports"),
     [
-        (dies, "ready of s1.0: s1.0 ended while it started: died"),
+        (dies, "ready of s1.0: engine s1.0 ended while it started: died"),
         (answers_wrongly, "differ by 0.2 nats a token, limit 0.1"),
         (laid_out_wrongly, "has another layout: TP 1 instead of 2"),
         (too_small, "has KV for 1500 tokens, plans require 2000"),

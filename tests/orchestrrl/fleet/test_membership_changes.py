@@ -316,7 +316,9 @@ async def test_engine_with_requests_is_removed_only_by_force(harness: Harness) -
     async with harness.running(a="e0", b="e0", c="e0", d="e1") as nodes:
         nodes.immovable = {"b"}
         await harness.clock.advance(1.0)
-        with pytest.raises(Permanent, match=r"engine e0 cannot be removed while it has 3 requests; .*drain e0 --move --wait.*--force"):
+        with pytest.raises(
+            Permanent, match=r"engine e0 cannot be removed while it has 3 requests; .*drain e0 --move --wait.*--force"
+        ):
             await plane.fleet.membership_changes.remove(E0)
         removing = asyncio.create_task(plane.fleet.membership_changes.remove(E0, force=True))
         await harness.clock.advance(1.0)

@@ -22,7 +22,7 @@ def showing(
     picture: "Callable[[Report], RenderableType]", news: Callable[[Report | None, Report], Iterable[str]], aside: bool
 ) -> Iterator[Callable[[Report], None]]:
     """Yield a function that shows a report. On a terminal, the function redraws the `picture` of the report in place.
-    In a pipe, it prints the `news` since the previous report, one line per change. If `aside` is True, it prints the
+    Elsewhere, it prints the `news` since the previous report, one line per change. If `aside` is True, it prints the
     news on standard error in both cases, so that standard output contains only the result."""
     latest: list[Report] = []
     if aside or not stdout().is_terminal:

@@ -96,7 +96,7 @@ class Outbox(Generic[Item]):
 
 @dataclass(slots=True, eq=False)
 class OpenOrder(Generic[Destination, Given, Result]):
-    """An order without a result. The order has no further effect after the time `over_s`."""
+    """An order whose result is not known yet. The order has no further effect after the time `over_s`."""
 
     destination: Destination
     order: Given

@@ -127,7 +127,7 @@ class Rerouting:
         return rerouted
 
     def leave_out(self, circuits: Mapping[RoutedLink, str]) -> RoutedCircuits:
-        """Record the circuits that packets do not use now, each with the reason, and return the updated routing. No
+        """Record the circuits that currently carry no packets, each with the reason, and return the updated routing. No
         router is changed."""
         assert self.routed is not None
         self.routed = replace(self.routed, left_out=circuits)

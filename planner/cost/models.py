@@ -1,4 +1,4 @@
-"""Language models of the cost model: layer sizes from their published configurations."""
+"""Language models that the cost model supports, with layer sizes from their published configurations."""
 
 from dataclasses import dataclass
 

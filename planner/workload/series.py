@@ -2,8 +2,8 @@
 
 In section 4.1 of the paper, ARIMA runs over the length statistics of recent steps before each step. Here, three methods
 forecast every step: ARIMA on a few components, an exponentially weighted average, and the last step. Each method is
-scored when the step has ended, and the method with the least recent error makes the next forecast. `SeriesForecaster`
-is an immutable value: `fold` an ended step into it and read `next`.
+scored when the step has ended, and the method with the smallest error over recent steps makes the next forecast.
+`SeriesForecaster` is an immutable value: `fold` an ended step into it and read `next`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -216,8 +216,8 @@ class SeriesForecaster:
         return replace(self, next=following, forecasts=forecasts, components=components, fit_age_steps=age, fits=fits)
 
     def _choice(self, refused: str) -> tuple[str, str]:
-        """Return the method with the least recent error, and the reason for choosing it. `refused` is the reason why
-        ARIMA cannot forecast the step, or empty if it can."""
+        """Return the method with the smallest error over recent steps, and the reason for choosing it. `refused` is the
+        reason why ARIMA cannot forecast the step, or an empty string if it can."""
         if len(self.steps) < 2:
             return "last_step", "only one step is known"
         candidates = ["ewma", "last_step"] + ([] if refused else ["arima"])

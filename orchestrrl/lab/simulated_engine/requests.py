@@ -203,8 +203,8 @@ def _completion_prompt(body: _CompletionBody, model: TokenModel) -> list[int]:
 
 
 def _room(asked_tokens: int | None, prompt_tokens: int, max_model_len_tokens: int) -> int:
-    """Return the maximum number of tokens to generate: the context length that the prompt leaves or, if it is less,
-    `asked_tokens`. Raises RequestRefused if the prompt leaves no context length or `asked_tokens` is less than 1."""
+    """Return the maximum number of tokens to generate: `asked_tokens`, limited to the context length minus the prompt
+    length. Raises RequestRefused if the prompt fills the context, or if `asked_tokens` is less than 1."""
     room = max_model_len_tokens - prompt_tokens
     if room < 1:
         raise refusal(

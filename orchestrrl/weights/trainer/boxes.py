@@ -169,7 +169,7 @@ class HostRanks:
 
 class TrainerRanks:
     """The publishing ranks: the ranks of `group` or, if it is None, all ranks of torch.distributed. `run` identifies
-    this run of the trainer. If it is empty and torch.distributed is initialised, rank 0 chooses a name for all ranks."""
+    this run of the trainer. If it is empty and torch.distributed is initialised, rank 0 chooses it for all ranks."""
 
     def __init__(self, rank: int, world: int, peer: str, group: Any = None, run: str = "") -> None:
         self._rank, self._world, self._peer, self._group = rank, world, peer, group

@@ -255,7 +255,7 @@ async def test_failed_walk_darkens_lit_circuits(harness: VerifiedHarness, fault:
         return await really(switch, change, mode)
 
     harness.circuits.change = change  # type: ignore[assignment, method-assign]
-    with pytest.raises(Permanent, match=r"^train0/agg0:3-10 could not be "):
+    with pytest.raises(Permanent, match=r"^cross-connect train0/agg0:3-10 could not be "):
         await harness.verify(walk=True)
     assert {pair for pair in harness.up() if pair.switch != TRAIN} == set(OVER_CORE[1:])
 

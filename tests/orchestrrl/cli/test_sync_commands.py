@@ -109,7 +109,7 @@ def test_daemon_without_weights_is_reported(daemon: Daemon) -> None:
         result = command(daemon, *words)
         assert result.exit_code == 1, words
         assert result.stdout == ""
-        assert "no sync" in result.stderr
+        assert "no weight sync" in result.stderr
 
 
 def test_unreachable_daemon_is_reported(daemon: Daemon) -> None:

@@ -139,7 +139,9 @@ class FakeSyncs:
         for report in self.history(0):
             if sync_id in ("", report.id) and version in (None, report.version):
                 return report
-        raise Permanent(f"no sync {sync_id or version or ''}: nothing was published yet")
+        raise Permanent(
+            f"there is no weight sync {sync_id or version}" if sync_id or version else "there is no weight sync"
+        )
 
     def history(self, limit: int) -> list[SyncReport]:
         newest = list(reversed(self.reports.values()))

@@ -26,7 +26,8 @@ async def test_operator_port_in_use_is_reported_immediately(tmp_path: Path, proc
     server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", port)
     flags = ["--engine", "e0=http://127.0.0.1:1", "--operator", f"127.0.0.1:{port}", "--processes", str(processes)]
     gateway = GatewayProcess(tmp_path / "gateway.log", flags)
-    with pytest.raises(Permanent, match=f"(?i)--operator 127.0.0.1:{port}: .*address already in use") as caught:
+    in_use = f"(?i)--operator: cannot listen on 127.0.0.1:{port}: .*address already in use"
+    with pytest.raises(Permanent, match=in_use) as caught:
         await gateway.start()
     assert "Traceback" not in str(caught.value)
     assert await gateway.stop() == 1

@@ -302,7 +302,7 @@ async def test_engines_inside_a_placement_group_of_the_job(harness: Harness) -> 
     _, narrow = await running(deployer, STUB.spec(ONE, (0,)))
     assert await free_slots(1)
     await deployer.start(STUB.spec(TWO, (1, 2)))
-    with pytest.raises(Retryable, match=naming("offers 3 GPUs", "[3]")):
+    with pytest.raises(Retryable, match=naming("offer 3 GPUs", "[3]")):
         await impatient.start(STUB.spec(EngineId("e-three"), (3,)))
     assert [each.engine for each in await deployer.list_engines()] == [ONE, TWO]
     await deployer.stop(ONE)

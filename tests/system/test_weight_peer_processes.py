@@ -238,7 +238,7 @@ async def test_invalid_orders_are_rejected_with_all_errors(harness: tuple[FakeDa
         outside = await daemon.ask(
             "gen0", OpenVersion(replace(map, version=2), (Contents(6).stage(tmp_path, 0, HALVES[0]),))
         )
-        assert "cannot be read" in outside.detail
+        assert "cannot read the part of rank 0" in outside.detail
 
 
 async def test_peer_stops_on_sigterm_and_reports_a_folder_in_use(

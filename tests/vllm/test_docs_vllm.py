@@ -26,6 +26,8 @@ def test_override_replaces_vllm_servers(tiny_model: Path, tmp_path: Path) -> Non
         printed, fleets = run_fleet_page(harness, EXAMPLE)
         check_fleet_page(printed)
         assert fleets == [["tp1"] * 2, ["tp2"], []]
-    finally:
+    except BaseException:  # the page's last command has not stopped the engines
         harness.run("orchestrrl redeploy --to nothing")
+        raise
+    finally:
         harness.stop()

@@ -54,7 +54,7 @@ def alternatives_table(plan: dict[str, Any]) -> "Table":
 
     def note(option: dict[str, Any]) -> str:
         proposed = wanted_s is not None and abs(_together_s(option) - wanted_s) < 1e-9
-        notes = (("deployed", _deployed(option, plan)), ("proposed", proposed), ("fastest", option is feasible[0]))
+        notes = (("deployed", _deployed(option, plan)), ("proposed", proposed), ("fastest", option in feasible[:1]))
         if option["infeasible_because"]:
             return f"infeasible: {option['infeasible_because']}"
         return ", ".join(text for text, holds in notes if holds)

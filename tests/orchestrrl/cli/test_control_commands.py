@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from orchestrrl.cli.command import DAEMON_VARIABLE
 from orchestrrl.cli.main import application
-from orchestrrl.cli.plan.explain import headline, predictions
+from orchestrrl.cli.plan.explain import alternatives_table, headline, predictions
 from orchestrrl.rpc.pb import control_pb2 as pb
 from orchestrrl.rpc.plain_values import plain
 
@@ -188,6 +188,12 @@ def test_plan_explain_without_proposal_prints_no_bound() -> None:
     assert "no fleet can end before" not in text
     assert "infeasible" not in text
     assert "0.00 s" not in text
+
+
+def test_plan_without_a_feasible_alternative_lists_the_reasons() -> None:
+    only = pb.Alternative(configuration="tp16", infeasible_because="an instance takes 16 GPUs")
+    shown = alternatives_table(plain(pb.Plan(plan_id="plan-5", alternatives=[only])))
+    assert str(next(iter(shown.columns[-1].cells))) == "infeasible: an instance takes 16 GPUs"
 
 
 def test_plan_explain(daemon: FakeDaemon) -> None:

@@ -16,11 +16,10 @@ from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.vllm_weight_flags import BACKEND, METHOD, WorkerReport
 from orchestrrl.integrations.instrument.checkpoint_files import BrokenCheckpoint, check_same_model
 from orchestrrl.lab.simulated_engine.options import SimulatedOptions
-from orchestrrl.lab.simulated_engine.requests import refusal
+from orchestrrl.lab.simulated_engine.refusals import refusal
 from orchestrrl.lab.simulated_engine.runtime import Runtime
 from orchestrrl.lab.simulated_engine.weights import model_of, read_weights
 
-UNNAMED = "default"  # vLLM's name of weights without a version
 TORN = 0x7042  # XORed to the seed for weights that are a mixture of old and new ones
 START = WorkerReport(None, "", is_read_back=False, not_read_back="", fault="", is_torn=False, is_updating=False)
 
@@ -38,7 +37,6 @@ class ManagedFace:
         self._runtime = runtime
         self._clock = clock
         self._changing = asyncio.Lock()  # one operation at a time
-        self._weights_name = UNNAMED
         self._reported = START
         self._is_updating = False
         self._shapes = shapes
@@ -47,6 +45,7 @@ class ManagedFace:
     def routes(self) -> list[web.RouteDef]:
         routes = [
             web.get("/server_info", self._server_info),
+            web.get("/get_world_size", self._world_size),
             web.get("/weight_info", self._weight_info),
             web.post("/update_weight_version", self._update_weight_version),
             web.post("/collective_rpc", self._collective_rpc),
@@ -97,6 +96,12 @@ class ManagedFace:
         system = {"nvidia_gpu_models": listing}
         return web.json_response({"vllm_config": config, "vllm_env": {}, "system_env": system})
 
+    async def _world_size(self, request: web.Request) -> web.Response:
+        options = self._options
+        workers = options.tensor_parallel_size * options.pipeline_parallel_size
+        includes_dp = request.query.get("include_dp", "true").lower() in ("true", "1")
+        return web.json_response({"world_size": workers * (options.data_parallel_size if includes_dp else 1)})
+
     # --- sleep
 
     async def _sleep(self, request: web.Request) -> web.Response:
@@ -143,14 +148,14 @@ class ManagedFace:
     # --- weights
 
     async def _weight_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"weight_version": self._weights_name})
+        return web.json_response({"weight_version": self._runtime.weight_version})
 
     async def _update_weight_version(self, request: web.Request) -> web.Response:
         body = await object_of(request)
         name = body.get("new_version")
         if not isinstance(name, str):
             raise refusal(f"new_version must be a string, got {shorten(body)}", "body.new_version", kind="Bad Request")
-        self._weights_name = name
+        self._runtime.name_weights(name)
         return web.json_response({"success": True, "new_version": name})
 
     async def _collective_rpc(self, request: web.Request) -> web.Response:

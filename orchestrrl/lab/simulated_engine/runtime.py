@@ -1,7 +1,6 @@
 """Run the simulated engine's scheduler against a clock, and add tokens to each response as they are generated."""
 
 import asyncio
-import copy
 import itertools
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
@@ -10,47 +9,14 @@ from pathlib import Path
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.operations import PauseMode
 from orchestrrl.integrations.instrument.kv_scheduler import TransferParams
+from orchestrrl.lab.simulated_engine.endings import AnswerEnd, AnswerPart, ending_of
 from orchestrrl.lab.simulated_engine.options import SimulatedOptions, save_kv, take_kv
-from orchestrrl.lab.simulated_engine.requests import SimulatedRequest
+from orchestrrl.lab.simulated_engine.sampling import SimulatedRequest
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape, Scheduler, SequenceProgress
 from orchestrrl.lab.simulated_engine.tokens import EOS, Generation, TokenModel
 from planner.model import RequestId
 
-
-@dataclass(frozen=True, slots=True)
-class AnswerPart:
-    """Newly generated tokens of one response. Only the last part has a `finish_reason`."""
-
-    token_ids: list[int]
-    logprobs: list[float]  # one per token
-    finish_reason: str | None = None
-    stop_reason: int | None = None  # the stop token that ended the response
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerEnd:
-    """The length and finish reason of a response, computed when the request arrives."""
-
-    tokens: int
-    finish_reason: str  # stop | length
-    eos: bool = False  # the model ends the response: EOS is the last token
-    stop_token: int | None = None
-
-
-def ending_of(request: SimulatedRequest, generation: Generation) -> AnswerEnd:
-    """Return the length and finish reason of a response, which has at least `min_tokens` tokens. If the context already
-    contains the complete response, the new response ends as early as `min_tokens` permits."""
-    natural = max(generation.answer_tokens - generation.position, request.body.min_tokens + 1, 1)
-    most = request.max_tokens if request.body.ignore_eos else min(request.max_tokens, natural)
-    if request.stop_token_ids:
-        ahead = copy.copy(generation)
-        for count in range(1, most + 1):
-            token, _ = ahead.next_token()
-            if token in request.stop_token_ids and count > request.body.min_tokens:
-                return AnswerEnd(count, "stop", stop_token=token)
-    if not request.body.ignore_eos and natural <= request.max_tokens:
-        return AnswerEnd(natural, "stop", eos=True)
-    return AnswerEnd(request.max_tokens, "length")
+UNNAMED = "default"  # vLLM's name of weights without a version
 
 
 @dataclass(slots=True, eq=False)
@@ -62,10 +28,11 @@ class SimulatedAnswer:
     engine_id: str  # the id that clients send to /abort_requests; not unique
     request: SimulatedRequest
     generation: Generation
-    ending: "AnswerEnd"
+    ending: AnswerEnd
     made: int = 0
     loaded_tokens: int = 0  # tokens whose KV came from another engine and needs no prefill
     made_ids: list[int] = field(default_factory=list)  # generated tokens, only if the KV may be saved
+    _weight_versions: list[tuple[str, int]] = field(default_factory=list)  # see AnswerPart
     _token_ids: list[int] = field(default_factory=list)
     _logprobs: list[float] = field(default_factory=list)
     _finish_reason: str | None = None
@@ -75,8 +42,10 @@ class SimulatedAnswer:
     def finished(self) -> bool:
         return self._finish_reason is not None
 
-    def make(self, tokens: int) -> None:
+    def make(self, tokens: int, weight_version: str) -> None:
         """Generate the next `tokens` tokens. If they include the last token of the response, finish the response."""
+        if not self._weight_versions or self._weight_versions[-1][0] != weight_version:
+            self._weight_versions.append((weight_version, self.made))
         next_token = self.generation.next_token
         for _ in range(tokens):
             token, logprob = next_token()
@@ -102,12 +71,16 @@ class SimulatedAnswer:
             self._news.clear()
             if not streamed and not self.finished:
                 continue
-            stop_reason = self.ending.stop_token if self._finish_reason == "stop" else None
-            part = AnswerPart(self._token_ids, self._logprobs, self._finish_reason, stop_reason)
+            part = self._last_part() if self.finished else AnswerPart(self._token_ids, self._logprobs)
             self._token_ids, self._logprobs = [], []
             yield part
             if part.finish_reason is not None:
                 return
+
+    def _last_part(self) -> AnswerPart:
+        stop_reason = self.ending.stop_reason if self._finish_reason == "stop" else None
+        versions = tuple(self._weight_versions)
+        return AnswerPart(self._token_ids, self._logprobs, self._finish_reason, stop_reason, versions)
 
 
 class Runtime:
@@ -121,6 +94,7 @@ class Runtime:
         self.loaded_tokens_total = 0  # prompt tokens whose KV was loaded
         self.finished_total = dict.fromkeys(("stop", "length", "abort"), 0)
         self.model = model
+        self.weight_version = UNNAMED
         self._options = options
         self._clock = clock
         self.began_s = clock.now_s()
@@ -147,7 +121,7 @@ class Runtime:
     def submit(self, request: SimulatedRequest, engine_id: str) -> SimulatedAnswer:
         """Accept a request and return its response, whose tokens are generated later. `engine_id` is the id by which
         clients can abort the request. The request is queued once its KV has been loaded and no pause holds it back."""
-        generation = self.model.begin(request.prompt_ids, request.seed)
+        generation = self.model.begin(request.prompt_ids, request.sampling)
         request_id = RequestId(f"{engine_id}#{next(self._numbers)}")
         answer = SimulatedAnswer(request_id, engine_id, request, generation, ending_of(request, generation))
         self._answers[request_id] = answer
@@ -225,7 +199,12 @@ class Runtime:
         self._advance()
         self.model = model
         for answer in self._answers.values():
-            answer.generation.follow(model, answer.request.seed)
+            answer.generation.follow(model)
+
+    def name_weights(self, version: str) -> None:
+        """Name the weights that generate the next tokens."""
+        self._advance()
+        self.weight_version = version
 
     def reshape(self, shape: EngineShape) -> None:
         """Change the batch size, the KV capacity and the step times. Running requests are prefilled again."""
@@ -265,7 +244,7 @@ class Runtime:
         if answer.made == 0:
             self.prompt_tokens_total += len(answer.request.prompt_ids)
             self.loaded_tokens_total += answer.loaded_tokens
-        answer.make(progress.tokens)
+        answer.make(progress.tokens, self.weight_version)
         if answer.finished:
             self.finished_total[answer.ending.finish_reason] += 1
             del self._answers[answer.id]

@@ -20,11 +20,17 @@ from orchestrrl.core.clock import Clock, WallClock
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
+from orchestrrl.lab.simulated_engine.choices import answer_call
+from orchestrrl.lab.simulated_engine.derender import derender
+from orchestrrl.lab.simulated_engine.generate import GenerateFormatter, read_generate
 from orchestrrl.lab.simulated_engine.managed import ManagedFace, json_of, object_of
 from orchestrrl.lab.simulated_engine.options import SimulatedOptions
-from orchestrrl.lab.simulated_engine.requests import read_completion_request, read_detokenize, read_tokenize, refusal
-from orchestrrl.lab.simulated_engine.responses import Formatter, metrics_page
-from orchestrrl.lab.simulated_engine.runtime import Runtime, SimulatedAnswer
+from orchestrrl.lab.simulated_engine.refusals import refusal
+from orchestrrl.lab.simulated_engine.render import render
+from orchestrrl.lab.simulated_engine.requests import read_completion, read_detokenize, read_tokenize
+from orchestrrl.lab.simulated_engine.responses import CompletionFormatter, metrics_page
+from orchestrrl.lab.simulated_engine.responses_api import ResponsesFormatter, read_responses
+from orchestrrl.lab.simulated_engine.runtime import Runtime
 from orchestrrl.lab.simulated_engine.weights import model_of, read_weights
 
 __all__ = ["SimulatedOptions", "SimulatedServer"]
@@ -79,11 +85,15 @@ class SimulatedServer:
         application = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=layers)
         application.add_routes(
             [
-                web.post("/v1/completions", partial(self._generate, CompletionEndpoint.COMPLETIONS)),
-                web.post("/v1/chat/completions", partial(self._generate, CompletionEndpoint.CHAT)),
+                *self._completion_routes("/v1/completions", CompletionEndpoint.COMPLETIONS),
+                *self._completion_routes("/v1/chat/completions", CompletionEndpoint.CHAT),
+                web.post("/v1/responses", self._responses),
+                web.post("/inference/v1/generate", self._generate),
+                web.post("/inference/v1/abort_requests", self._abort_generate_requests),
                 web.get("/v1/models", self._models),
                 web.post("/tokenize", self._tokenize),
                 web.post("/detokenize", self._detokenize),
+                web.get("/tokenizer_info", self._tokenizer_info),
                 web.get("/health", self._health),
                 web.get("/version", self._version),
                 web.get("/openapi.json", self._openapi),
@@ -97,34 +107,50 @@ class SimulatedServer:
         )
         return application
 
-    async def _generate(self, endpoint: CompletionEndpoint, request: web.Request) -> web.StreamResponse:
-        options, model = self._options, self.runtime.model
-        ask = read_completion_request(endpoint, await json_of(request), options, model)
-        response_id = ID_PREFIXES[endpoint] + request.headers.get("X-Request-Id", uuid.uuid4().hex[:16])
-        words = Formatter(ask, response_id, int(time.time()), options.model_name, model)
-        # A completion may have several prompts, so vLLM numbers them; a chat has one.
-        answer = self.runtime.submit(
-            ask, f"{response_id}-0" if endpoint is CompletionEndpoint.COMPLETIONS else response_id
-        )
-        try:
-            if ask.body.stream:
-                return await self._stream(request, answer, words)
-            (whole,) = [part async for part in answer.parts(streamed=False)]
-            return web.json_response(words.whole(whole))
-        finally:
-            self.runtime.drop(answer)
+    def _completion_routes(self, path: str, endpoint: CompletionEndpoint) -> list[web.RouteDef]:
+        return [
+            web.post(path, partial(self._complete, endpoint)),
+            web.post(f"{path}/render", partial(self._render, endpoint)),
+            web.post(f"{path}/derender", partial(self._derender, endpoint)),
+        ]
 
-    async def _stream(self, request: web.Request, answer: SimulatedAnswer, formatter: Formatter) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-        await response.prepare(request)
-        opening = formatter.opening()
-        async for part in answer.parts():
-            # vLLM omits the last chunk of a request that was aborted before its first token.
-            await response.write(b"".join([*opening, formatter.part(part) if answer.made else b""]))
-            opening = []
-        await response.write(b"".join(formatter.closing(answer.made)))
-        await response.write_eof()
-        return response
+    async def _complete(self, endpoint: CompletionEndpoint, request: web.Request) -> web.StreamResponse:
+        options, model = self._options, self.runtime.model
+        call = read_completion(endpoint, await json_of(request), options, model)
+        response_id = ID_PREFIXES[endpoint] + _id_of(request)
+        formatter = CompletionFormatter(call, response_id, int(time.time()), options.model_name, model)
+        # A completion may have several prompts, so vLLM numbers them; a chat has one.
+        prompt_ids = [
+            f"{response_id}-{index // call.choices}" if endpoint is CompletionEndpoint.COMPLETIONS else response_id
+            for index in range(len(call.requests))
+        ]
+        requests = list(zip(prompt_ids, call.requests, strict=True))
+        return await answer_call(request, self.runtime, requests, formatter, stream=call.body.stream)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        options, model = self._options, self.runtime.model
+        call = read_generate(await json_of(request), options, model)
+        request_id = f"generate-tokens-{_id_of(request, call.body.request_id)}"
+        formatter = GenerateFormatter(call, request_id, int(time.time()), options.model_name, model)
+        requests = [(request_id, each) for each in call.requests]
+        return await answer_call(request, self.runtime, requests, formatter, stream=bool(call.body.stream))
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        options, model = self._options, self.runtime.model
+        call = read_responses(await json_of(request), options, model)
+        response_id = f"resp_{_new_id()}"
+        formatter = ResponsesFormatter(call, response_id, int(time.time()), options.model_name, model)
+        requests = [(f"{response_id}_0", call.request)]
+        return await answer_call(request, self.runtime, requests, formatter, stream=bool(call.body.stream))
+
+    async def _render(self, endpoint: CompletionEndpoint, request: web.Request) -> web.Response:
+        request_id = ID_PREFIXES[endpoint] + _id_of(request)
+        body = await json_of(request)
+        return web.json_response(render(endpoint, body, request_id, self._options, self.runtime.model))
+
+    async def _derender(self, endpoint: CompletionEndpoint, request: web.Request) -> web.Response:
+        body = await json_of(request)
+        return web.json_response(derender(endpoint, body, int(time.time()), self._options, self.runtime.model))
 
     async def _models(self, _: web.Request) -> web.Response:
         model: dict[str, Any] = {"id": self._options.model_name, "object": "model", "owned_by": "orchestrrl"}
@@ -139,6 +165,12 @@ class SimulatedServer:
     async def _detokenize(self, request: web.Request) -> web.Response:
         tokens = read_detokenize(await json_of(request))
         return web.json_response({"prompt": self.runtime.model.detokenize(tokens)})
+
+    async def _tokenizer_info(self, _: web.Request) -> web.Response:
+        """Return the fields that all of vLLM's tokenizers report. The chat template cannot be written in Jinja."""
+        longest = self._options.max_model_len_tokens
+        info = {"tokenizer_class": "SimulatedTokenizer", "eos_token": None, "model_max_length": longest}
+        return web.json_response({**info, "chat_template": None, "added_tokens_decoder": {}})
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()
@@ -177,6 +209,23 @@ class SimulatedServer:
         # As in vLLM, the response counts the ids given, not the requests found; without ids, all aborted requests.
         aborted = self.runtime.abort(names or ())
         return web.json_response({"status": "aborted", "aborted": len(names) if names else aborted})
+
+    async def _abort_generate_requests(self, request: web.Request) -> web.Response:
+        names = (await object_of(request)).get("request_ids")
+        if names is None:
+            raise refusal("Missing 'request_ids' in request body", kind="Bad Request")
+        if names:  # without ids, the runtime would abort all requests
+            self.runtime.abort(names)
+        return web.Response()
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex[:16]
+
+
+def _id_of(request: web.Request, in_body: str | None = None) -> str:
+    """Return the id that the client has given to a request, or a new one."""
+    return request.headers.get("X-Request-Id") or in_body or _new_id()
 
 
 @web.middleware

@@ -1,11 +1,14 @@
-"""The tokens and response lengths of the simulated engine. They depend only on the prompt, the seed and the weights.
-The functions have no side effects.
+"""The tokens and response lengths of the simulated engine. They depend only on the prompt, the weights and the sampling
+parameters. The functions have no side effects.
 
-The next token depends on all previous tokens and on the seed. A request that is continued on another engine, from its
-prompt and partial response, therefore yields exactly the tokens of an uninterrupted run, as with a real model under
-greedy decoding. The length of a response also depends on its prompt and seed. A context need not state where its
-partial response begins, because the partial response is the longest suffix that the engine would have generated.
-Continuing a response therefore needs neither a marker nor state.
+Under greedy decoding, the next token depends on all previous tokens. A request that is continued on another engine,
+from its prompt and partial response, therefore yields exactly the tokens of an uninterrupted run, as with a real model.
+The length of a response also depends on its prompt and seed. A context need not state where its partial response
+begins, because the partial response is the longest suffix that the engine could have generated. Continuing a response
+therefore needs neither a marker nor state.
+
+A sampled token also depends on the seed and on the number of tokens that its request has generated, as in vLLM. A
+continued request with the same seed therefore repeats the draws of the first tokens.
 """
 
 import math
@@ -21,6 +24,8 @@ _NORMAL = NormalDist()
 BYTE_TOKENS = 256  # token ids 0..255 are the bytes of UTF-8
 EOS, TURN_START, TURN_END = 256, 257, 258
 MOST_BEHIND = 24  # maximum difference in nats between the most likely token and another
+MOST_REDRAWS = 16  # attempts to find a length beyond the partial response
+SPREAD = 8  # number of token ids that can be sampled at a position: the most likely one and those above it
 FIRST_WORD = 260  # ids from here on are words; only words are generated
 
 
@@ -81,28 +86,70 @@ class LengthModel:
 DEFAULT_LENGTHS = LengthModel((0.0, 0.5, 1.0), (16, 200, 1024))
 
 
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The parameters of random sampling. Requests with greedy decoding have none."""
+
+    seed: int
+    temperature: float = 1.0
+
+
 @dataclass(slots=True)
 class Generation:
-    """The state of one response. `next_token` advances this state by one token."""
+    """The state of one response under greedy decoding. `next_token` advances this state by one token."""
 
     model: "TokenModel"
     state: int
-    seed_hash: int
+    weights_hash: int
     position: int  # tokens of the response so far, including those given in the context
     answer_tokens: int  # position at which the model would end the response
 
     def next_token(self) -> tuple[int, float]:
         """Generate the next token. Return its id and its log-probability."""
-        out = _mix(self.state ^ self.seed_hash)
+        out = _mix(self.state ^ self.weights_hash)
         token = FIRST_WORD + out % (self.model.vocab_size - FIRST_WORD)
         self.state = _advance(self.state, token)
         self.position += 1
         return token, -(out >> 40) / (1 << 24)
 
-    def follow(self, model: "TokenModel", seed: int) -> None:
+    def follow(self, model: "TokenModel") -> None:
         """Continue the response with other weights. The length of the response does not change."""
         self.model = model
-        self.seed_hash = model.seed_hash(seed)
+        self.weights_hash = model.weights_hash
+
+
+@dataclass(slots=True)
+class SampledGeneration(Generation):
+    """The state of one response with sampled tokens."""
+
+    sampling: Sampling
+    draws: int = 0  # tokens that this request has generated
+
+    def next_token(self) -> tuple[int, float]:
+        out = _mix(self.state ^ self.weights_hash)
+        draw = _unit(_mix(_mix(self.sampling.seed & _MASK) + self.draws & _MASK))
+        # Each token id above the most likely one is 1 nat less likely.
+        behind = min(int(-math.log(draw) * self.sampling.temperature), SPREAD - 1)
+        first = FIRST_WORD + out % (self.model.vocab_size - FIRST_WORD)
+        token = min(first + behind, self.model.vocab_size - 1)
+        self.state = _advance(self.state, token)
+        self.position += 1
+        self.draws += 1
+        return token, -(out >> 40) / (1 << 24) - (token - first)
+
+
+def likeliest(token: int, logprob: float, count: int, vocab_size: int) -> list[tuple[int, float, int]]:
+    """Return the id, log-probability and rank of a generated token and of the `count` most likely tokens at its
+    position. The generated token comes first, as in vLLM, and is not repeated."""
+    # The log-probability of the most likely token is in (-1, 0].
+    behind = int(-logprob)
+    words = vocab_size - FIRST_WORD
+    others = [
+        (FIRST_WORD + (token - FIRST_WORD - behind + k) % words, logprob + behind - k, k + 1)
+        for k in range(count)
+        if k != behind
+    ]
+    return [(token, logprob, behind + 1), *others]
 
 
 def _advance(state: int, token: int) -> int:
@@ -117,34 +164,45 @@ class TokenModel:
     lengths: LengthModel = DEFAULT_LENGTHS
     weights_seed: int = 0  # each version of the weights generates other tokens
 
-    def begin(self, context: Sequence[int], seed: int = 0) -> Generation:
-        """Return the generation that continues a context: a prompt, or a prompt and a partial response."""
-        seed_hash = self.seed_hash(seed)
+    def begin(self, context: Sequence[int], sampling: Sampling | None = None) -> Generation:
+        """Return the generation that continues a context: a prompt, or a prompt and a partial response. Without
+        `sampling`, decoding is greedy."""
+        weights_hash = self.weights_hash
         words = self.vocab_size - FIRST_WORD
+        spread = 1 if sampling is None else SPREAD
         state = group_hash = prompt_hash = 0xCBF29CE484222325
         prompt_tokens = 0
         for count, token in enumerate(context, start=1):
-            before, expected = state, FIRST_WORD + _mix(state ^ seed_hash) % words
+            before, first = state, FIRST_WORD + _mix(state ^ weights_hash) % words
             state = _advance(state, token)
-            if token != expected:
+            if not 0 <= token - first < spread:
                 prompt_tokens, group_hash, prompt_hash = count, before, state
-        answer_tokens = self.lengths.sample_tokens(
-            group_hash ^ self.weights_seed, prompt_hash ^ self.weights_seed, seed
-        )
-        return Generation(self, state, seed_hash, len(context) - prompt_tokens, answer_tokens)
+        position = len(context) - prompt_tokens
+        seeds = (0,) if sampling is None else range(sampling.seed, sampling.seed + MOST_REDRAWS)
+        for seed in seeds:
+            answer_tokens = self.lengths.sample_tokens(
+                group_hash ^ self.weights_seed, prompt_hash ^ self.weights_seed, seed
+            )
+            # A response continued with another seed gets another length, which must not be in its past.
+            if answer_tokens > position:
+                break
+        if sampling is None:
+            return Generation(self, state, weights_hash, position, answer_tokens)
+        return SampledGeneration(self, state, weights_hash, position, answer_tokens, sampling)
 
-    def seed_hash(self, seed: int) -> int:
-        return _mix(seed * _PRIME + self.weights_seed + 1 & _MASK)
+    @property
+    def weights_hash(self) -> int:
+        return _mix(self.weights_seed + 1 & _MASK)
 
-    def prompt_logprobs(self, context: Sequence[int], seed: int = 0) -> list[tuple[float, int, float]]:
+    def prompt_logprobs(self, context: Sequence[int]) -> list[tuple[float, int, float]]:
         """Return three values for each token except the first: its log-probability, the most likely token at its
         position, and the log-probability of the most likely token. For a generated token, the values are the same as
         when the token was generated."""
-        seed_hash, words = self.seed_hash(seed), self.vocab_size - FIRST_WORD
+        weights_hash, words = self.weights_hash, self.vocab_size - FIRST_WORD
         state = _advance(0xCBF29CE484222325, context[0])
         rows = []
         for token in context[1:]:
-            out = _mix(state ^ seed_hash)
+            out = _mix(state ^ weights_hash)
             first, first_logprob = FIRST_WORD + out % words, -(out >> 40) / (1 << 24)
             behind = 0 if token == first else min((token - first) % words or MOST_BEHIND, MOST_BEHIND)
             rows.append((first_logprob - behind, first, first_logprob))

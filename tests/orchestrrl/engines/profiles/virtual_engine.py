@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.base import Chunk, CompletionEndpoint, EngineCapabilities, EngineSample, GenerationRequest
-from orchestrrl.lab.simulated_engine.requests import read_completion_request
+from orchestrrl.lab.simulated_engine.requests import read_completion
 from orchestrrl.lab.simulated_engine.runtime import Runtime
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions
 from orchestrrl.lab.simulated_engine.tokens import TokenModel
@@ -56,7 +56,7 @@ class VirtualEngine:
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         body = {**request.body, "stream": True, "return_token_ids": True}
-        ask = read_completion_request(CompletionEndpoint.COMPLETIONS, body, self._options, self.runtime.model)
+        (ask,) = read_completion(CompletionEndpoint.COMPLETIONS, body, self._options, self.runtime.model).requests
         self.started.append(request.request_id)
         self.prompts.append(ask.prompt_ids)
         answer = self.runtime.submit(ask, request.request_id)

@@ -9,9 +9,11 @@ import pytest
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.base import CompletionEndpoint
+from orchestrrl.lab.simulated_engine.endings import AnswerPart
 from orchestrrl.lab.simulated_engine.options import SimulatedOptions
-from orchestrrl.lab.simulated_engine.requests import SimulatedRequest, read_completion_request
-from orchestrrl.lab.simulated_engine.runtime import AnswerPart, Runtime, SimulatedAnswer
+from orchestrrl.lab.simulated_engine.requests import read_completion
+from orchestrrl.lab.simulated_engine.runtime import Runtime, SimulatedAnswer
+from orchestrrl.lab.simulated_engine.sampling import SimulatedRequest
 from orchestrrl.lab.simulated_engine.tokens import EOS, LengthModel, TokenModel
 
 STEP_S = 0.5
@@ -23,9 +25,10 @@ PROMPT = [1, 2, 3]
 
 
 def ask(**body: object) -> SimulatedRequest:
-    return read_completion_request(
+    (request,) = read_completion(
         CompletionEndpoint.COMPLETIONS, {"prompt": PROMPT, "ignore_eos": True, **body}, OPTIONS, MODEL
-    )
+    ).requests
+    return request
 
 
 @asynccontextmanager

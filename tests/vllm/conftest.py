@@ -17,7 +17,9 @@ from tests import fork_server
 pytest.register_assert_rewrite(
     "orchestrrl.engines.conformance",
     "orchestrrl.engines.managed_conformance",
-    "orchestrrl.engines.managed_conformance",
+    "orchestrrl.engines.responses_conformance",
+    "orchestrrl.engines.sampling_conformance",
+    "orchestrrl.engines.token_endpoints_conformance",
 )
 
 REPOSITORY = Path(__file__).parents[2]
@@ -31,7 +33,10 @@ TINY_MODEL_SCRIPT = REPOSITORY / "orchestrrl" / "lab" / "tiny_model.py"
 
 MAX_NUM_SEQS = 4
 # Blocks have 128 tokens. There is KV for one sequence of the maximum length, so that preemption is possible.
-VLLM_ARGUMENTS = ("--max-model-len", "16384", "--num-gpu-blocks-override", "130", "--no-enable-prefix-caching")
+VLLM_ARGUMENTS = (
+    *("--max-model-len", "16384", "--num-gpu-blocks-override", "130", "--no-enable-prefix-caching"),
+    *("--enable-scale-out", "--enable-tokenizer-info-endpoint"),
+)
 
 # Requests for this many tokens, which tests interrupt, are slowed to at most 50 tokens/s on any machine.
 INTERRUPTED_TOKENS = 1_000

@@ -8,11 +8,14 @@ import pytest
 from orchestrrl.engines.base import Engine, ReportedLayout
 from orchestrrl.engines.conformance import EngineConformance
 from orchestrrl.engines.managed_conformance import ManagedConformance
+from orchestrrl.engines.responses_conformance import ResponsesConformance
+from orchestrrl.engines.sampling_conformance import SamplingConformance
+from orchestrrl.engines.token_endpoints_conformance import TokenEndpointsConformance
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.lab.testbed.engines import LocalEngine
 
 
-class TestVllm(EngineConformance):
+class TestVllm(EngineConformance, SamplingConformance, TokenEndpointsConformance, ResponsesConformance):
     @pytest.fixture
     async def engine(self, vllm_servers: tuple[LocalEngine, ...]) -> AsyncIterator[Engine]:
         engine = VllmEngine(vllm_servers[0].url, timeout_s=100)

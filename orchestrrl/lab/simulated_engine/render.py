@@ -63,7 +63,7 @@ def _sampling_params(completion: SimulatedCompletion, request: SimulatedRequest)
     body = completion.body
     varying = {
         "n": completion.choices,
-        "seed": body.seed,
+        "seed": body.used_seed,
         "ignore_eos": request.ignore_eos,
         "max_tokens": request.max_tokens,
         "min_tokens": request.min_tokens,
@@ -75,9 +75,8 @@ def _sampling_params(completion: SimulatedCompletion, request: SimulatedRequest)
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
-        "min_p": 0.0,
+        "temperature": body.used_temperature,
+        **({"top_p": 1.0 if body.top_p is None else body.top_p, "min_p": 0.0} if body.used_temperature else {}),
         "stop": list(request.stop),
         "stop_token_ids": sorted(request.stop_token_ids),
         "output_kind": DELTA if body.stream else FINAL_ONLY,

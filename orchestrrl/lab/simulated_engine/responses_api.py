@@ -154,7 +154,7 @@ class ResponsesFormatter:
             "object": "response",
             "output": output,
             "parallel_tool_calls": True,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "temperature": body.used_temperature,
             "tool_choice": "none",
             "tools": [],
             "top_p": 1.0 if body.top_p is None else body.top_p,

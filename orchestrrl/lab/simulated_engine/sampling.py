@@ -15,7 +15,8 @@ from orchestrrl.lab.simulated_engine.tokens import Sampling, TokenModel
 
 logger = logging.getLogger(__name__)
 
-GREEDY_BELOW = 1e-5  # vLLM treats lower temperatures as 0
+LOWEST_TEMPERATURE = 0.01  # vLLM raises lower temperatures, except 0, to this one
+NO_SEED = -1  # the same as null
 MOST_STOP_STRINGS = 4
 Alternatives = Annotated[int, Field(ge=0, le=20)]
 TokenIds = list[Annotated[int, Field(ge=0, strict=True)]]
@@ -40,8 +41,15 @@ class SamplingBody(BaseModel):
     prompt_logprobs: Alternatives | None = None  # alternatives per prompt token; None: no log-probabilities
 
     @property
-    def is_greedy(self) -> bool:
-        return self.temperature is not None and self.temperature < GREEDY_BELOW
+    def used_temperature(self) -> float:
+        """The temperature that is used; 0 means greedy decoding."""
+        if self.temperature is None:
+            return 1.0
+        return max(self.temperature, LOWEST_TEMPERATURE) if self.temperature else 0.0
+
+    @property
+    def used_seed(self) -> int | None:
+        return None if self.seed == NO_SEED else self.seed
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -50,10 +58,10 @@ class SamplingBody(BaseModel):
     def sampling(self, choice: int) -> Sampling | None:
         """Return how the tokens of a choice are drawn, or None for greedy decoding. As in vLLM, the choices have
         consecutive seeds. Without a seed, the first choice is greedy, so that it is reproducible."""
-        is_seeded = self.seed is not None and self.seed != -1
-        if self.is_greedy or not (is_seeded or choice):
+        seed, temperature = self.used_seed, self.used_temperature
+        if not temperature or (seed is None and choice == 0):
             return None
-        return Sampling((self.seed or 0) + choice, 1.0 if self.temperature is None else self.temperature)
+        return Sampling((seed or 0) + choice, temperature)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +97,7 @@ def requests_for(
     """Return the requests for all choices of one prompt. Raises RequestRefused if the sampling parameters contradict
     each other. Only the first request transfers KV."""
     choices = body.n or 1
-    if body.is_greedy and choices > 1:
+    if choices > 1 and not body.used_temperature:
         raise refusal(f"n must be 1 when using greedy sampling, got {choices}.")
     if body.min_tokens > max_tokens:
         raise refusal(f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {body.min_tokens}.")

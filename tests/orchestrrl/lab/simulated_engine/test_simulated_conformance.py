@@ -6,6 +6,9 @@ import pytest
 
 from orchestrrl.engines.base import Engine
 from orchestrrl.engines.conformance import EngineConformance
+from orchestrrl.engines.responses_conformance import ResponsesConformance
+from orchestrrl.engines.sampling_conformance import SamplingConformance
+from orchestrrl.engines.token_endpoints_conformance import TokenEndpointsConformance
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
 
@@ -20,7 +23,7 @@ OPTIONS = SimulatedOptions(
 )
 
 
-class TestSimulatedEngine(EngineConformance):
+class TestSimulatedEngine(EngineConformance, SamplingConformance, TokenEndpointsConformance, ResponsesConformance):
     @pytest.fixture
     async def engine(self) -> AsyncIterator[Engine]:
         async with SimulatedServer(OPTIONS) as server:

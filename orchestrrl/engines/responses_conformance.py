@@ -4,6 +4,7 @@ test module like `EngineConformance`, with an engine of the same kind. A vLLM se
 """
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -68,11 +69,12 @@ class ResponsesConformance:
 
     async def test_invalid_responses_are_refused(self, engine: Engine, bench: EngineUnderTest) -> None:
         longest = bench.capabilities.max_model_len_tokens or 0
-        for wrong in ({}, {"input": []}, {"input": TEXT, "max_output_tokens": 0}, {"input": TEXT, "temperature": -1}):
+        too_long = {"input": TEXT, "max_output_tokens": longest + 1}
+        invalid: list[dict[str, Any]] = [{}, {"input": []}, {"input": TEXT, "temperature": -1}, too_long]
+        for wrong in [*invalid, {"input": TEXT, "max_output_tokens": 0}]:
             assert (await post(engine, RESPONSES, wrong))[0] == 400, wrong
-        assert (await post(engine, RESPONSES, {"input": TEXT, "max_output_tokens": longest + 1}))[0] == 400
-        for wrong in ({"input": TEXT, "model": "none"}, {"input": TEXT, "previous_response_id": "resp_none"}):
-            assert (await post(engine, RESPONSES, wrong))[0] == 404, wrong
+        for name in ("model", "previous_response_id"):
+            assert (await post(engine, RESPONSES, {"input": TEXT, name: "none"}))[0] == 404
 
     async def test_embeddings_are_not_found_on_a_model_that_generates(self, engine: Engine) -> None:
         assert await post(engine, "/v1/embeddings", {"input": TEXT}) == (404, {"detail": "Not Found"})

@@ -99,8 +99,13 @@ class ManagedFace:
     async def _world_size(self, request: web.Request) -> web.Response:
         options = self._options
         workers = options.tensor_parallel_size * options.pipeline_parallel_size
-        includes_dp = request.query.get("include_dp", "true").lower() in ("true", "1")
-        return web.json_response({"world_size": workers * (options.data_parallel_size if includes_dp else 1)})
+        include_dp = request.query.get("include_dp", "true").lower()
+        if include_dp not in ("true", "1", "false", "0"):
+            raise refusal(
+                f"include_dp must be true or false, got {include_dp!r}", "query.include_dp", kind="Bad Request"
+            )
+        replicas = options.data_parallel_size if include_dp in ("true", "1") else 1
+        return web.json_response({"world_size": workers * replicas})
 
     # --- sleep
 

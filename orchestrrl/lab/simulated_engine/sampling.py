@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 LOWEST_TEMPERATURE = 0.01  # vLLM raises lower temperatures, except 0, to this one
 NO_SEED = -1  # the same as null
 MOST_STOP_STRINGS = 4
+MOST_CHOICES = 16_384  # as VLLM_MAX_N_SEQUENCES
 Alternatives = Annotated[int, Field(ge=0, le=20)]
 TokenIds = list[Annotated[int, Field(ge=0, strict=True)]]
 
@@ -34,7 +35,7 @@ class SamplingBody(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: int | None = None
     ignore_eos: bool = False
-    n: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     stop: Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False

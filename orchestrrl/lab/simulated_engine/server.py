@@ -17,7 +17,7 @@ from aiohttp import web
 
 from orchestrrl import __version__
 from orchestrrl.core.clock import Clock, WallClock
-from orchestrrl.core.errors import Permanent
+from orchestrrl.core.errors import Permanent, shorten
 from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
 from orchestrrl.lab.simulated_engine.choices import answer_call
@@ -120,11 +120,11 @@ class SimulatedServer:
         response_id = ID_PREFIXES[endpoint] + _id_of(request)
         formatter = CompletionFormatter(call, response_id, int(time.time()), options.model_name, model)
         # A completion may have several prompts, so vLLM numbers them; a chat has one.
-        prompt_ids = [
-            f"{response_id}-{index // call.choices}" if endpoint is CompletionEndpoint.COMPLETIONS else response_id
-            for index in range(len(call.requests))
+        numbered = endpoint is CompletionEndpoint.COMPLETIONS
+        requests = [
+            (f"{response_id}-{index // call.choices}" if numbered else response_id, each)
+            for index, each in enumerate(call.requests)
         ]
-        requests = list(zip(prompt_ids, call.requests, strict=True))
         return await answer_call(request, self.runtime, requests, formatter, stream=call.body.stream)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -205,18 +205,26 @@ class SimulatedServer:
         return web.json_response({"is_paused": self.runtime.pause_mode is not None})
 
     async def _abort_requests(self, request: web.Request) -> web.Response:
-        names = (await object_of(request)).get("request_ids")
+        names = await _request_ids(request)
         # As in vLLM, the response counts the ids given, not the requests found; without ids, all aborted requests.
         aborted = self.runtime.abort(names or ())
         return web.json_response({"status": "aborted", "aborted": len(names) if names else aborted})
 
     async def _abort_generate_requests(self, request: web.Request) -> web.Response:
-        names = (await object_of(request)).get("request_ids")
+        names = await _request_ids(request)
         if names is None:
             raise refusal("Missing 'request_ids' in request body", kind="Bad Request")
         if names:  # without ids, the runtime would abort all requests
             self.runtime.abort(names)
         return web.Response()
+
+
+async def _request_ids(request: web.Request) -> list[str] | None:
+    names = (await object_of(request)).get("request_ids")
+    if names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        return names
+    message = f"request_ids: must be a list of strings, got {shorten(names)}"
+    raise refusal(message, "body.request_ids", kind="Bad Request")
 
 
 def _new_id() -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from orchestrrl.engines.base import Engine
-from orchestrrl.engines.conformance import LONG_TOKENS, PROMPT, TEXT, EngineUnderTest, at, post
+from orchestrrl.engines.conformance import ATTEMPTS, LONG_TOKENS, PROMPT, TEXT, EngineUnderTest, at, post
 from orchestrrl.engines.sampling_conformance import (
     CHAT,
     COMPLETIONS,
@@ -187,19 +187,23 @@ class TokenEndpointsConformance:
             for choice in choices:
                 ends = [span["end"] for span in choice["weight_versions"]]
                 assert ends == ([len(choice["token_ids"])] if choice["token_ids"] else [])
+        # vLLM 0.32 keeps the parent of aborted choices until all requests are aborted.
+        await send(engine, "/abort_requests")
 
     async def test_weight_versions_follow_the_name_of_the_weights(self, engine: Engine, bench: EngineUnderTest) -> None:
-        params = {"max_tokens": 1_200, **GREEDY}
-        running = asyncio.create_task(generate(engine, **params))
-        await bench.until(lambda m: m.running == 1)
-        try:
-            await ask(engine, "/update_weight_version", new_version="v7")
-            choice = await running
-        finally:
-            await ask(engine, "/update_weight_version", new_version="default")
-        first, second = choice["weight_versions"]
+        for _ in range(ATTEMPTS):  # on a busy host, the request may end before the change
+            running = asyncio.create_task(generate(engine, max_tokens=900, **GREEDY))
+            await bench.until(lambda m: m.running == 1)
+            try:
+                await ask(engine, "/update_weight_version", new_version="v7")
+                versions = (await running)["weight_versions"]
+            finally:
+                await ask(engine, "/update_weight_version", new_version="default")
+            if len(versions) > 1:
+                break
+        first, second = versions
         assert (first["version"], second["version"]) == ("default", "v7")
-        assert 0 == first["start"] < first["end"] == second["start"] < second["end"] == 1_200
+        assert 0 == first["start"] < first["end"] == second["start"] < second["end"] == 900
 
     async def test_render_and_generate_equal_the_completion(self, engine: Engine, bench: EngineUnderTest) -> None:
         body = {"prompt": TEXT, "max_tokens": 25, **GREEDY}

@@ -79,7 +79,7 @@ def same_requests() -> list[SimRequest]:
     model = TokenModel(OPTIONS.vocab_size, OPTIONS.lengths, OPTIONS.seed)
     requests = []
     for each in prompts(pinned=False):
-        length = min(MAX_TOKENS, model.begin(each.prompt_ids, 0).answer_tokens)
+        length = min(MAX_TOKENS, model.begin(each.prompt_ids).answer_tokens)
         place = int(each.group[1:])
         requests.append(SimRequest(RequestId(each.id), each.group, PROMPT_TOKENS, length, place, MAX_TOKENS))
     return requests

@@ -1,6 +1,6 @@
 # OrchestrRL: every target sets up what it needs. `make help` lists them.
 PYTHON ?= python3
-ENGINE ?= simulated
+ENGINE_KIND ?= simulated
 # `make lock` uses uv to resolve versions. Set-up uses only pip, which reads the proxies and certificates of the machine.
 UV_VERSION := 0.13.8
 # Options for pip, such as a mirror or a local folder of wheels.
@@ -56,11 +56,11 @@ venv: $(VENV_STAMP)  ## create .venv with .venv/bin/orchestrrl
 venv-dev: $(DEV_STAMP)
 venv-vllm: $(VLLM_STAMP)  ## create .venv-vllm with a CPU build of vLLM and TRL for tests/vllm
 
-ifeq ($(ENGINE),vllm)
+ifeq ($(ENGINE_KIND),vllm)
 demo: $(VLLM_STAMP)
 endif
-demo: $(VENV_STAMP)  ## run one generation step without and with OrchestrRL (ENGINE=vllm: on two real vLLM servers)
-	@$(BIN)/orchestrrl demo --engine $(ENGINE)
+demo: $(VENV_STAMP)  ## run one generation step without and with OrchestrRL (ENGINE_KIND=vllm: on two real vLLM servers)
+	@$(BIN)/orchestrrl demo --engine-kind $(ENGINE_KIND)
 
 fabric-box: $(VENV_STAMP)  ## switch the circuits of a site in network namespaces under real TCP (Linux; root or user namespaces)
 	@$(BIN)/orchestrrl fabric box

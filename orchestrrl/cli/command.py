@@ -13,6 +13,7 @@ from orchestrrl.cli.lazy import ControlClient
 from orchestrrl.cli.output import Output, print_json, print_line, raise_faults
 from orchestrrl.cli.running import until_stopped
 from orchestrrl.core.addresses import DEFAULT_TARGET, check_url, parse_address, remote_fault
+from orchestrrl.core.errors import Permanent
 from orchestrrl.rpc.plain_values import plain
 
 if TYPE_CHECKING:
@@ -32,6 +33,17 @@ DAEMON_VARIABLE = "ORCHESTRRL_DAEMON"
 DaemonOption = Annotated[
     str,
     typer.Option("--daemon", envvar=DAEMON_VARIABLE, metavar="ADDRESS", help="Daemon address: HOST:PORT or unix:PATH."),
+]
+EngineOption = Annotated[
+    list[str] | None,
+    typer.Option("--engine", metavar="[ID=]URL", help="An engine. Can be repeated. Default id: the URL's HOST:PORT."),
+]
+EngineKindOption = Annotated[
+    str, typer.Option("--engine-kind", metavar="KIND", help="The engines' product: vllm or simulated.")
+]
+AllowRemoteFlag = Annotated[
+    bool,
+    typer.Option("--allow-remote", help="Allow addresses other than loopback. There is no authentication yet."),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 ProblemFile = Annotated[str, typer.Argument(metavar="FILE.json", help="The problem. - reads standard input.")]
@@ -160,6 +172,18 @@ def url_faults(option: str, url: str) -> list[str]:
         check_url(url)
     except ValueError as error:
         return [f"{option}: {error}, got {url!r}"]
+    return []
+
+
+def engine_kind_faults(kind: str) -> list[str]:
+    """Return a list with an error message if no client for engines of this product can be loaded. Otherwise, return an
+    empty list."""
+    from orchestrrl.engines.base import ENGINES
+
+    try:
+        ENGINES.load(kind)
+    except Permanent as error:
+        return [f"--engine-kind: {error}"]
     return []
 
 

@@ -33,6 +33,7 @@ HELD = {
 _MODULES = {
     "demo.demo": ["demo"],
     "bench": ["bench"],
+    "up.up": ["up"],
     "daemon": ["daemon", "check-config"],
     "gateway": ["gateway"],
     "agent": ["agent"],
@@ -71,7 +72,7 @@ _MODULES = {
 MODULE_OF = {path: module for module, paths in _MODULES.items() for path in paths}
 
 _PANELS = {
-    SERVICES: "daemon gateway agent",
+    SERVICES: "up daemon gateway agent",
     RUNNING_DAEMON: "status workers requests mode move top pause renew resume barrier cancel moves redeploy journal",
 }
 PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names.split()}

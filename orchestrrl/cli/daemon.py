@@ -1,28 +1,40 @@
 """`orchestrrl daemon` and `orchestrrl check-config`: run the daemon, and validate its configuration file."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrrl.cli.command import command
+from orchestrrl.cli.command import AllowRemoteFlag, command, listen_address
 from orchestrrl.cli.garbage import keep_loaded
-from orchestrrl.cli.output import Output, cells_table, fail, print_line, print_view
-from orchestrrl.cli.running import VerboseFlag, serve
+from orchestrrl.cli.output import Output, cells_table, fail, print_line, print_view, raise_faults
+from orchestrrl.cli.running import LogLevelOption, log_level_faults, serve
 from planner.model import Mode
 
 if TYPE_CHECKING:
     from orchestrrl.core.config.schema import Config
 
+NO_CONFIG = Path(os.devnull)  # an empty file is a valid configuration
+ConfigOption = Annotated[
+    Path, typer.Option("--config", "-c", show_default=False, metavar="FILE", help="The configuration file (YAML).")
+]
+ModeOption = Annotated[Mode | None, typer.Option(help="Override the mode in the file.")]
+
 
 def daemon(
-    config: Annotated[Path, typer.Option("--config", "-c", help="The configuration file (YAML).", metavar="FILE")],
-    mode: Annotated[Mode | None, typer.Option(help="Override the mode in the file.")] = None,
-    verbose: VerboseFlag = False,
+    config: ConfigOption = NO_CONFIG,
+    mode: ModeOption = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Override the address in the file. Port 0: a free port.")
+    ] = None,
+    allow_remote: AllowRemoteFlag = False,
+    log_level: LogLevelOption = "warning",
 ) -> None:
     """Run the daemon: monitor the fleet, make decisions and, in mode act, carry them out. SIGHUP reloads the file.
 
-    The daemon runs until it is stopped. The first line on standard output is the address on which it listens.
+    The daemon runs until it is stopped. The first line on standard output is the address on which it listens. Without
+    `--config`, all settings have their defaults.
 
     Example: `orchestrrl daemon -c orchestrrl.yaml --mode act`
     """
@@ -31,8 +43,12 @@ def daemon(
     from orchestrrl.daemon.configuration import ReloadableConfig
     from orchestrrl.daemon.running import run_daemon
 
+    faults = log_level_faults(log_level)
+    if listen is not None:
+        listen_address("--listen", listen, allow_remote, faults)
+    raise_faults(faults)
     file = ReloadableConfig.load(config)
-    serve(run_daemon(file, WallClock(), _announce, mode), verbose=verbose)
+    serve(run_daemon(file, WallClock(), _announce, mode, listen), log_level)
 
 
 def _announce(address: str) -> None:

@@ -6,36 +6,56 @@ from typing import Annotated
 
 import typer
 
-from orchestrrl.cli.command import with_flags
+from orchestrrl.cli.command import AllowRemoteFlag, EngineKindOption, with_flags
 from orchestrrl.cli.garbage import keep_loaded
+from orchestrrl.cli.running import LogLevelOption
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayFlags:
-    """The options of `orchestrrl gateway`, before validation."""
+class ServingFlags:
+    """The options of `orchestrrl gateway` that `orchestrrl up` has, too."""
 
-    listen: Annotated[str, typer.Option(help="HOST:PORT to serve on. Port 0 selects a free port.")] = "127.0.0.1:8000"
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Address to listen on. Port 0 selects a free port.")
+    ] = "127.0.0.1:8000"
+    engines: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine",
+            metavar="[ID=]URL",
+            help="An engine. Can be repeated. Default id: the URL's HOST:PORT. The daemon's routes replace these.",
+        ),
+    ] = None
+    engine_kind: EngineKindOption = "vllm"
     operator: Annotated[
         str,
         typer.Option(
-            help="HOST:PORT of the operator API: the text of every request, moves, cancellations, pauses. Port 0 "
-            "selects a free port. With --processes N, N consecutive ports are used."
+            metavar="HOST:PORT",
+            help="Address of the operator API: the text of every request, moves, cancellations, pauses. Port 0 "
+            "selects a free port. With --processes N, N consecutive ports are used.",
         ),
     ] = "127.0.0.1:0"
-    allow_remote: Annotated[
-        bool,
-        typer.Option(
-            "--allow-remote",
-            help="Allow addresses other than loopback for --listen and --operator. There is no authentication yet.",
-        ),
-    ] = False
-    engines: Annotated[
-        list[str] | None,
-        typer.Option("--engine", help="ID=URL of an engine. Can be repeated. The daemon's routes replace these."),
-    ] = None
-    daemon: Annotated[str | None, typer.Option(help="Daemon address: HOST:PORT or unix:PATH.")] = None
+    allow_remote: AllowRemoteFlag = False
     policy: Annotated[str, typer.Option(help="load_index | least_tokens | prefix_affinity | round_robin")] = (
         "load_index"
+    )
+    drain_s: Annotated[float, typer.Option(help="Seconds that running requests have to finish after SIGTERM.")] = 30.0
+    processes: Annotated[
+        int, typer.Option(help="Processes that serve the port. The daemon treats each as one gateway.")
+    ] = 1
+    ledger: Annotated[
+        Path | None,
+        typer.Option(help="Store the tokens of requests with an id in this file. They survive a gateway restart."),
+    ] = None
+    log_level: LogLevelOption = "info"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayFlags(ServingFlags):
+    """The options of `orchestrrl gateway`, before validation."""
+
+    daemon: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Daemon address: HOST:PORT or unix:PATH.")] = (
+        None
     )
     affinity: Annotated[
         list[str] | None,
@@ -43,7 +63,9 @@ class GatewayFlags:
     ] = None
     pools: Annotated[
         list[str] | None,
-        typer.Option("--pool", help="ENGINE=POOL of an --engine. Can be repeated. The daemon's pools take precedence."),
+        typer.Option(
+            "--engine-pool", help="ENGINE=POOL of an --engine. Can be repeated. The daemon's pools take precedence."
+        ),
     ] = None
     affinity_slack: Annotated[
         int,
@@ -55,7 +77,6 @@ class GatewayFlags:
             help="Maximum requests that wait on an engine for their first token; others wait here. 0: no limit."
         ),
     ] = 0
-    engine_kind: Annotated[str, typer.Option(help="The engine product at the URLs.")] = "vllm"
     gateway_id: Annotated[str, typer.Option("--id", help="The name of this gateway. Default: host name and port.")] = ""
     engine_wait_s: Annotated[
         float, typer.Option(help="Seconds that a request waits for an available engine before it fails.")
@@ -64,17 +85,9 @@ class GatewayFlags:
         120.0
     )
     report_interval_s: Annotated[float, typer.Option(help="Seconds between reports to the daemon.")] = 0.25
-    drain_s: Annotated[float, typer.Option(help="Seconds that running requests have to finish after SIGTERM.")] = 30.0
     coalesce_tokens: Annotated[
         int, typer.Option(help="Tokens per chunk requested from engines for responses that are not streamed.")
     ] = 8
-    processes: Annotated[
-        int, typer.Option(help="Processes that serve the port. The daemon treats each as one gateway.")
-    ] = 1
-    ledger: Annotated[
-        Path | None,
-        typer.Option(help="Store the tokens of requests with an id in this file. They survive a gateway restart."),
-    ] = None
     keep_from_s: Annotated[
         float,
         typer.Option(help="Store only responses that took at least this many seconds to generate. 0: store all."),
@@ -85,7 +98,6 @@ class GatewayFlags:
     keep_answers_mb: Annotated[
         float, typer.Option(help="Maximum size of the stored responses in MiB. The oldest are deleted first.")
     ] = 1024.0
-    log_level: Annotated[str, typer.Option(help="debug | info | warning | error")] = "info"
 
 
 @with_flags(GatewayFlags)

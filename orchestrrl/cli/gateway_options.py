@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from orchestrrl.cli.command import address_faults, listen_address
+from orchestrrl.cli.command import address_faults, engine_kind_faults, listen_address
 from orchestrrl.cli.output import choice_faults, fields, number_faults, raise_faults
-from orchestrrl.core.addresses import check_url, same_address
+from orchestrrl.cli.running import log_level_faults
+from orchestrrl.core.engine_arguments import parse_engines
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.operations import EngineRoute
-from orchestrrl.engines.base import connect
 from orchestrrl.gateway.ledger.file import check
 from orchestrrl.gateway.ledger.store import RetentionPolicy
 from orchestrrl.gateway.relay import RelayLimits
@@ -29,11 +29,13 @@ def read_options(flags: "GatewayFlags") -> GatewayOptions:
     operator_host, operator_port = listen_address("--operator", flags.operator, flags.allow_remote, faults)
     if operator_port and operator_port + flags.processes - 1 > MOST_PORT:
         faults.append(f"--operator: must leave ports for --processes {flags.processes}, got {flags.operator!r}")
-    routes = _routes(flags.engines or [], faults)
+    engines = parse_engines(flags.engines or [], faults)
     tags = _pairs("affinity", "TAG=POOL", flags.affinity or [], faults)
-    pools = {EngineId(name): pool for name, pool in _pairs("pool", "ENGINE=POOL", flags.pools or [], faults).items()}
-    strangers = pools.keys() - {route.engine for route in routes}
-    faults += [f"--pool: must name an --engine, got {name!r}" for name in sorted(strangers)]
+    pools = {
+        EngineId(name): pool for name, pool in _pairs("engine-pool", "ENGINE=POOL", flags.pools or [], faults).items()
+    }
+    strangers = pools.keys() - engines.keys()
+    faults += [f"--engine-pool: must name an --engine, got {name!r}" for name in sorted(strangers)]
     if not flags.engines and flags.daemon is None:
         faults.append("--engine: is required without --daemon")
     if flags.daemon is not None and address_faults(flags.daemon):
@@ -42,11 +44,8 @@ def read_options(flags: "GatewayFlags") -> GatewayOptions:
     faults += number_faults("> 0", lambda value: value > 0, **fields(flags, "engine_wait_s stall_s report_interval_s"))
     faults += number_faults(">= 0", lambda value: value >= 0, **fields(flags, "drain_s affinity_slack queue_depth"))
     faults += number_faults(">= 1", lambda value: value >= 1, **fields(flags, "coalesce_tokens processes"))
-    faults += choice_faults("--log-level", flags.log_level, ("debug", "info", "warning", "error"))
-    try:
-        connect(flags.engine_kind, "http://127.0.0.1:1")
-    except Permanent as error:
-        faults.append(f"--engine-kind: {error}")
+    faults += log_level_faults(flags.log_level)
+    faults += engine_kind_faults(flags.engine_kind)
     keep = _keep(flags, faults)
     raise_faults(faults)
     return GatewayOptions(
@@ -55,7 +54,7 @@ def read_options(flags: "GatewayFlags") -> GatewayOptions:
         operator_host=operator_host,
         operator_port=operator_port,
         node=NodeId(flags.gateway_id),
-        engines=tuple(routes),
+        engines=tuple(map(EngineRoute, engines.keys(), engines.values())),
         routing=RoutingPolicy(flags.policy, tags, flags.affinity_slack, flags.queue_depth, pools),
         limits=RelayLimits(**fields(flags, "engine_wait_s stall_s coalesce_tokens")),
         **fields(flags, "engine_kind daemon report_interval_s drain_s processes log_level"),
@@ -91,23 +90,3 @@ def _pairs(flag: str, form: str, items: Sequence[str], faults: list[str]) -> dic
         else:
             pairs[name] = value
     return pairs
-
-
-def _routes(engines: list[str], faults: list[str]) -> list[EngineRoute]:
-    routes: list[EngineRoute] = []
-    for item in engines:
-        name, separator, url = item.partition("=")
-        wrong = "" if name and separator else "must be ID=URL with an http URL"
-        try:
-            check_url(url)
-        except ValueError as error:
-            wrong = wrong or f"URL {error}"
-        if wrong:
-            faults.append(f"--engine: {wrong}, got {item!r}")
-        elif any(route.engine == name for route in routes):
-            faults.append(f"--engine: must be given only once per ID, got {name!r} again")
-        elif twin := next((route.engine for route in routes if same_address(route.url, url)), None):
-            faults.append(f"--engine: must have a different URL from {twin!r}, got {item!r}")
-        else:
-            routes.append(EngineRoute(EngineId(name), url.rstrip("/")))
-    return routes

@@ -33,7 +33,7 @@ def entry_text(entry: dict[str, Any]) -> str:
 async def journal(
     client: ControlClient,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new entries until Ctrl-C.")] = False,
-    tail: Annotated[int, typer.Option("--tail", "-n", min=0, help="Number of recent entries to print.")] = 20,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=0, help="Maximum number of recent entries.")] = 20,
     kinds: Annotated[
         list[EntryKind] | None,
         typer.Option("--kind", metavar="KIND", help="Print only entries of this kind. Can be repeated."),
@@ -44,6 +44,6 @@ async def journal(
 
     Example: `orchestrrl journal --follow --kind operation.result`
     """
-    wanted = control_pb2.WatchJournalRequest(tail=tail, follow=follow, kinds=kinds or [])
+    wanted = control_pb2.WatchJournalRequest(tail=limit, follow=follow, kinds=kinds or [])
     async for message in client.watch(client.control.WatchJournal, wanted):
         yield entry_of(message)

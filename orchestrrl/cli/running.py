@@ -8,15 +8,25 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from orchestrrl.cli.output import choice_faults
+
 Result = TypeVar("Result")
-VerboseFlag = Annotated[bool, typer.Option("--verbose", "-v", help="Log events too, not only warnings and errors.")]
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LogLevelOption = Annotated[str, typer.Option("--log-level", metavar="LEVEL", help=" | ".join(LOG_LEVELS))]
 
 
-def serve(service: Coroutine[Any, Any, None], *, verbose: bool = False) -> None:
+def log_level_faults(level: str) -> list[str]:
+    """Return a list with an error message if the value of --log-level is unknown. Otherwise, return an empty list."""
+    return choice_faults("--log-level", level, LOG_LEVELS)
+
+
+def log_to_stderr(level: str) -> None:
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def serve(service: Coroutine[Any, Any, None], log_level: str) -> None:
     """Run a service until it receives a stop signal. Its log is written to standard error."""
-    logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    log_to_stderr(log_level)
     until_stopped(service)
 
 

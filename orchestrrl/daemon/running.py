@@ -31,12 +31,19 @@ GRACE_S = 0.5
 
 
 async def run_daemon(
-    file: ReloadableConfig, clock: Clock, announce: Callable[[str], None], mode: Mode | None = None
+    file: ReloadableConfig,
+    clock: Clock,
+    announce: Callable[[str], None],
+    mode: Mode | None = None,
+    listen: str | None = None,
 ) -> None:
     """Run the daemon until cancelled, then shut it down in order. `announce` is called with the address on which the
-    daemon listens, once the address is bound. `mode` overrides the configured mode. Raises ProblemFaults if a switch's
-    driver finds faults in its options, and Permanent if the journal cannot be opened or an address cannot be bound."""
+    daemon listens, once the address is bound. `mode` and `listen` override the configured mode and address. Raises
+    ProblemFaults if a switch's driver finds faults in its options, and Permanent if the journal cannot be opened or an
+    address cannot be bound."""
     config = _with_mode(file.config, mode)
+    if listen is not None:
+        config = config.model_copy(update={"listen": config.listen.model_copy(update={"address": listen})})
     edges = DaemonEdges(
         drivers=drivers_of(config.ocs, clock),
         deployment=deployment_of(config, clock),

@@ -187,7 +187,7 @@ def serve_many(options: GatewayOptions) -> None:
         for place in places:
             operator_port = options.operator_port_at(place)
             with listening("operator", options.operator_host, operator_port):
-                _check_free(options.operator_host, operator_port)
+                check_free(options.operator_host, operator_port)
         children = [_started(options, place) for place in places]
         try:
             operator_urls = [_await_operator_url(child) for child in children]
@@ -263,18 +263,20 @@ def _reserved(host: str, port: int) -> Iterator[int]:
     with socket.socket(_family(host)) as holder:
         with listening("listen", host, port):
             # With SO_REUSEPORT, the bind would succeed on another gateway's port, so check without it first.
-            _check_free(host, port)
+            check_free(host, port)
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             holder.bind((host, port))
         bound_port: int = holder.getsockname()[1]
         yield bound_port
 
 
-def _check_free(host: str, port: int) -> None:
-    """Raise OSError if another process is listening on the address."""
+def check_free(host: str, port: int) -> int:
+    """Return the port, or a free port if `port` is 0. Raises OSError if another process is listening on the address."""
     with socket.socket(_family(host)) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((host, port))
+        found: int = holder.getsockname()[1]
+        return found
 
 
 def _family(host: str) -> socket.AddressFamily:

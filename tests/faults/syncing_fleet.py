@@ -21,6 +21,7 @@ from versioned_requests import Clients, ask
 
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.core.journal.store import EntryKind, JournalEntry, JournalReader
+from orchestrrl.lab.testbed.stack import engine_flags
 from orchestrrl.rpc.codecs.weights import STATUS, SYNC
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2, telemetry_pb2, weights_pb2
@@ -125,30 +126,28 @@ class Harness:
         config.write_text(yaml.safe_dump(document, sort_keys=False))
         ports = {engine: free_port() for engines in ENGINES.values() for engine in engines}
         self.urls = {engine: f"http://127.0.0.1:{port}" for engine, port in ports.items()}
-        of = [f"{engine}={url}" for engine, url in self.urls.items()]
         self.daemon = Marked("daemon", ["daemon", "-c", str(config)], folder)
         speed = ["--speed", str(SPEED), "--tick-s", "0.01", *load]
         self.engines = {
             name: Marked(name, ["engine", "simulated", "--port", str(port), *speed], folder)
             for name, port in ports.items()
         }
-        named = [word for name, url in self.urls.items() for word in ("--url", url, "--id", name)]
+        named = engine_flags("--engine", self.urls)
         self.agent = Marked(
-            "agent", ["agent", "--daemon", address, "--engine", "simulated", *named], folder, serves=False
+            "agent", ["agent", "--daemon", address, "--engine-kind", "simulated", *named], folder, serves=False
         )
         self.gateway_url = f"http://127.0.0.1:{free_port()}"
         self.clients = Clients(self.gateway_url, folder)
         listens = ["--listen", self.gateway_url.removeprefix("http://"), "--daemon", address, "--id", "gateway"]
         kept = ["--ledger", str(folder / "ledger"), "--drain-s", "0", "--engine-kind", "simulated"]
-        routed = [word for each in of for word in ("--engine", each)]
-        self.gateway = Marked("gateway", ["gateway", *listens, *kept, *routed], folder)
+        self.gateway = Marked("gateway", ["gateway", *listens, *kept, *named], folder)
         self.peers = {"train0": self._peer("train0", ())}
         self.peers |= {name: self._peer(name, engines) for name, engines in ENGINES.items()}
         self.trainer = Trainer(address, folder, self.weights("train0"))
 
     def _peer(self, name: str, engines: Sequence[str]) -> Marked:
         words = ["sync", "peer", "--id", name, "--daemon", self.address, "--folder", str(self.weights(name))]
-        words += ["--product", "simulated", "--transport", "tcp", "--host", "127.0.0.1", "--poll-engines-s", "0.5"]
+        words += ["--engine-kind", "simulated", "--transport", "tcp", "--host", "127.0.0.1", "--poll-engines-s", "0.5"]
         owns = [word for engine in engines for word in ("--engine", f"{engine}={self.urls[engine]}")]
         return Marked(name, [*words, *owns, "--pod", name, "--tor", f"{name}-tor"], self.folder, serves=False)
 

@@ -32,7 +32,7 @@ class Harness(Redeploying):
 
     def _peer(self, name: str, *more: str) -> Marked:
         words = ["sync", "peer", "--id", name, "--daemon", self.daemon_address, "--transport", "tcp"]
-        words += ["--folder", str(self.folder / f"weights-{name}"), "--product", "simulated", "--host", "127.0.0.1"]
+        words += ["--folder", str(self.folder / f"weights-{name}"), "--engine-kind", "simulated", "--host", "127.0.0.1"]
         return Marked(name, [*words, *more], self.folder, serves=False)
 
     async def open(self) -> None:

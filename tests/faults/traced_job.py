@@ -85,7 +85,7 @@ class TracedJobHarness(Stack):
         )
 
     def start_tracing(self) -> None:
-        self.start_agent("--rings", str(self.rings), "--host", "host0")
+        self.start_agent("--rings", str(self.rings), "--host-name", "host0")
 
     def start_rank(self, rank: int, *, announces: bool = False) -> None:
         words = [str(RANKS), str(self._progress(rank)), *["--announce"] * announces]

@@ -132,7 +132,7 @@ def conformance(*arguments: str) -> Any:
 
 
 def test_command_prints_table_and_json() -> None:
-    arguments = ("--driver", "virtual", "--ports", "1-4:17-20", "--only", "test_plan_sends_nothing")
+    arguments = ("--driver", "virtual", "--free-ports", "1-4:17-20", "--only", "test_plan_sends_nothing")
     result = conformance(*arguments)
     assert result.exit_code == 0, result.output
     assert "virtual: 1 passed, 0 failed, 0 skipped" in result.stdout
@@ -141,21 +141,21 @@ def test_command_prints_table_and_json() -> None:
 
 
 def test_command_reports_every_fault_of_its_input() -> None:
-    result = conformance("--driver", "grpc", "--ports", "1:2", "--option", "x", "--only", "test_all")
+    result = conformance("--driver", "grpc", "--free-ports", "1:2", "--option", "x", "--only", "test_all")
     assert result.exit_code == 2
     for fault in (
-        "--ports: must have at least 4",
+        "--free-ports: must have at least 4",
         "--option: must be NAME=VALUE",
         "--only: must be one of",
         "--address: is missing",
     ):
         assert fault in result.stderr
-    unknown = conformance("--driver", "scpi", "--ports", "1-4:5-8", "--option", "adress=192.0.2.1")
+    unknown = conformance("--driver", "scpi", "--free-ports", "1-4:5-8", "--option", "adress=192.0.2.1")
     assert unknown.exit_code == 2
     assert [fault.partition(":")[0] for fault in unknown.stderr.splitlines()] == ["--address", "--option adress"]
 
 
 def test_only_accepts_names_shown_in_table() -> None:
-    result = conformance("--driver", "virtual", "--ports", "1-4:17-20", "--only", "plan_sends_nothing")
+    result = conformance("--driver", "virtual", "--free-ports", "1-4:17-20", "--only", "plan_sends_nothing")
     assert result.exit_code == 0, result.output
     assert "virtual: 1 passed" in result.stdout

@@ -19,7 +19,7 @@ def test_conformance_command_reports_failures_by_exit_status() -> None:
     assert process.stdout is not None
     try:
         arguments = ("--driver", "grpc", "--address", f"127.0.0.1:{int(process.stdout.readline())}")
-        named = (*arguments, "--ports", "1-4:17-20", "--only")
+        named = (*arguments, "--free-ports", "1-4:17-20", "--only")
         assert conformance(*named, "test_repeated_commit_sends_nothing").exit_code == 0
         process.stdin.write('{"foreign": [[1, 17]]}\n')
         process.stdin.flush()

@@ -51,7 +51,7 @@ def switch(*arguments: str) -> Iterator[Switch]:
 
 @contextmanager
 def conformance(address: str) -> Iterator["subprocess.Popen[str]"]:
-    command = ("ocs", "conformance", "--driver", "scpi", "--address", address, "--ports", "1-4:33-36", *WAITING)
+    command = ("ocs", "conformance", "--driver", "scpi", "--address", address, "--free-ports", "1-4:33-36", *WAITING)
     process = subprocess.Popen(
         [sys.executable, "-m", "orchestrrl", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

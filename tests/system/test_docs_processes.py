@@ -49,6 +49,7 @@ class Harness:
         self.environment = {**os.environ, "PATH": path, "ORCHESTRRL_DAEMON": f"127.0.0.1:{self.ports['7070']}"}
 
     def here(self, text: str) -> str:
+        text = re.sub(r"^orchestrrl up", "orchestrrl up --listen 127.0.0.1:8000", text)  # which is the default
         return re.sub(r"\b(5025|7070|800[012]|8010)\b", lambda port: self.ports[port[0]], text)
 
     def start(self, command: str) -> None:
@@ -95,7 +96,7 @@ def test_every_documented_command_works(page: Path, tmp_path: Path) -> None:
                 warnings.warn(f"not run, {command.split()[0]} is not installed: {command}", stacklevel=1)
             elif command.endswith("&"):
                 harness.start(command.removesuffix("&"))
-                if "daemon -c" in command:
+                if "daemon -c" in command or command.startswith("orchestrrl up"):
                     harness.run("orchestrrl status")
                 elif "sync peer" in command:  # a user runs the next command when it is attached
                     harness.run(f"orchestrrl sync status | grep -w {command.partition('--id ')[2].split()[0]}")

@@ -75,7 +75,7 @@ def test_help_and_completion_import_nothing_heavy() -> None:
         "fabric allocate --",
         "plan solve --",
         "gateway --",
-        "pause --mode ",
+        "pause --running ",
         "mode ",
     )
     completed = [([], completion(f"orchestrrl {words}", shell)) for words in typed for shell in ("bash", "zsh", "fish")]

@@ -13,7 +13,7 @@ import pytest
 from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
 from orchestrrl.lab.testbed.engines import LocalEngine
-from orchestrrl.lab.testbed.stack import Stack, agent_flags, named
+from orchestrrl.lab.testbed.stack import Stack, engine_flags, named
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 from tests.orchestrrl.gateway.processes import GatewayProcess, free_port, operator_url, two_engines
@@ -157,7 +157,7 @@ async def daemon_address(engines: list[LocalEngine], tmp_path: Path) -> AsyncIte
     async with Stack(tmp_path) as stack:
         await stack.start_daemon({"mode": "advise"})
         urls = named([engine.url for engine in engines])
-        stack.start_agent("--engine", "simulated", "--interval-s", "0.1", *agent_flags(urls))
+        stack.start_agent("--engine-kind", "simulated", "--interval-s", "0.1", *engine_flags("--engine", urls))
         yield stack.daemon_address
 
 

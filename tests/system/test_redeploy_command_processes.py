@@ -41,7 +41,7 @@ def test_redeployment_is_followed_across_a_daemon_restart(tmp_path: Path) -> Non
     )
     with RedeploymentDaemon(tmp_path, 0.0, address, gone_back) as second:
         output, errors = process.communicate(timeout=DEADLINE_S)
-        line = printed(run(second, "plan", "history", "--id", "s1")).partition("Time line")[2]
+        line = printed(run(second, "plan", "history", "--redeployment", "s1")).partition("Time line")[2]
     assert begun.startswith("redeployment s1: 8 x tp2 -> 2 x tp8")
     assert "fence: failed: the daemon ended" in output
     assert "rolled back in 7 s" in output
@@ -83,7 +83,7 @@ def test_interrupted_command_leaves_redeployment_running_with_advice(harness: Re
     status, errors = ended(process, terminal)
     assert status == EXIT_LEFT
     text = " ".join(errors.split())
-    assert text.startswith("redeployment s1 continues; watch it with orchestrrl redeploy --watch --id s1")
+    assert text.startswith("redeployment s1 continues; watch it with orchestrrl redeploy --watch --redeployment s1")
     assert object_of(run(harness, "redeploy", "--json"))["state"] == "running"
     process, terminal = on_terminal(harness, "redeploy", "--watch")
     seen = read_until(terminal, "0 of 29 steps done")

@@ -25,7 +25,7 @@ def test_interrupted_sweep_leaves_complete_results_and_no_process(tmp_path: Path
     # The second point would take hours.
     grid = {"loop.steps": [2, 100_000]}
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "grid": grid}))
-    command = [*SIM, "sweep", "sweep.yaml", "--out", "out", "--workers", "1"]
+    command = [*SIM, "sweep", "sweep.yaml", "--out", "out", "--processes", "1"]
     process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE, text=True)
     try:
         deadline_s = time.monotonic() + WITHIN_S

@@ -20,12 +20,12 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_sweep_reports_failures_and_reuses_results(in_folder: Path) -> None:
     sweep = {"base": "small.yaml", "set": {"fabrics": ["fat_tree"]}, "grid": {"training.tp": [3, 4]}}
     (in_folder / "sweep.yaml").write_text(yaml.safe_dump(sweep))
-    first = called("sweep", "sweep.yaml", "--out", "out", "--workers", "1", status=1)
+    first = called("sweep", "sweep.yaml", "--out", "out", "--processes", "1", status=1)
     assert "1 of 2 points" in first.stdout
     assert "failed: training.tp=3: training: tp * cp * pp must divide" in first.stderr
     again = json.loads(called("sweep", "sweep.yaml", "--out", "out", "--json", status=1).stdout)
     assert [point["values"] for point in again["points"]] == [{"training.tp": 4}]
     assert (
-        "--workers: cannot be combined with --ray"
-        in called("sweep", "sweep.yaml", "--ray", "auto", "--workers", "1", status=2).stderr
+        "--processes: cannot be combined with --ray"
+        in called("sweep", "sweep.yaml", "--ray", "auto", "--processes", "1", status=2).stderr
     )

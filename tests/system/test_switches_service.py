@@ -108,10 +108,10 @@ def test_safe_is_refused_and_update_shows_evictions_first(daemon: Stack) -> None
     assert refused.exit_code == 1
     assert "3:17" in refused.stderr
     assert "5:19" in refused.stderr
-    dry = answer(daemon, "connect", "evicting", "3:19", "--mode", "update", "--dry-run")
+    dry = answer(daemon, "connect", "evicting", "3:19", "--change-mode", "update", "--dry-run")
     assert (dry["dry_run"], dry["done"], dry["evicted"]) == (True, False, ["3:17", "5:19"])
     assert circuits(daemon, "evicting") == ["3:17", "5:19"]
-    done = ocs(daemon, "connect", "evicting", "3:19", "--mode", "update")
+    done = ocs(daemon, "connect", "evicting", "3:19", "--change-mode", "update")
     assert done.exit_code == 0
     assert "evicting 3:17 5:19" in done.stderr
     assert circuits(daemon, "evicting") == ["3:19"]
@@ -119,7 +119,7 @@ def test_safe_is_refused_and_update_shows_evictions_first(daemon: Stack) -> None
 
 def test_overwrite_keeps_only_what_is_named(daemon: Stack) -> None:
     answer(daemon, "connect", "overwritten", "3:17", "5:19")
-    change = answer(daemon, "connect", "overwritten", "5:19", "6:20", "--mode", "overwrite")
+    change = answer(daemon, "connect", "overwritten", "5:19", "6:20", "--change-mode", "overwrite")
     assert change["evicted"] == ["3:17"]
     assert circuits(daemon, "overwritten") == ["5:19", "6:20"]
 

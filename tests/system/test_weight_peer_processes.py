@@ -61,7 +61,15 @@ async def test_version_is_assembled_from_trainer_parts_for_an_engine(
     async with SimulatedServer(SimulatedOptions()) as server:
         first = PeerProcess("train0", port, tmp_path / "train0", "--pod", "train", "--tor", "t0", "--nic-gbps", "100")
         second = PeerProcess(
-            "gen0", port, tmp_path / "gen0", "--engine", f"e0={server.url}", "--product", "simulated", "--gpu", "3"
+            "gen0",
+            port,
+            tmp_path / "gen0",
+            "--engine",
+            f"e0={server.url}",
+            "--engine-kind",
+            "simulated",
+            "--site-gpu",
+            "3",
         )
         async with peers(first, second):
             train, gen = await daemon.peer("train0"), await daemon.peer("gen0")
@@ -268,12 +276,12 @@ def run(*arguments: str, blocked: str = "") -> subprocess.CompletedProcess[str]:
 
 def test_all_errors_are_reported_at_once() -> None:
     words = (
-        "--id a/b --daemon nowhere --engine e0 --product sglang --transport pigeon --gpu 1 --pod p --tp 2 --tp-rank 2"
-        " --folder here --nic-gbps nan"
+        "--id a/b --daemon nowhere --engine e0 --engine-kind sglang --transport pigeon --site-gpu 1 --pod p --tp 2"
+        " --tp-rank 2 --folder here --nic-gbps nan"
     )
     result = run(*words.split())
     assert result.returncode == 2
-    options = ("id", "daemon", "engine[0]", "product", "transport", "gpu", "tp", "folder", "nic-gbps")
+    options = ("id", "daemon", "engine[0]", "engine-kind", "transport", "site-gpu", "tp", "folder", "nic-gbps")
     for option in options:
         assert f"--{option}" in result.stderr, option
     assert "Traceback" not in result.stderr

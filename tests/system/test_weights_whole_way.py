@@ -121,12 +121,12 @@ async def fleet(folder: Path) -> AsyncIterator[tuple[str, dict[str, PeerProcess]
     async with AsyncExitStack() as stack:
         stack.enter_context(process(folder / "daemon.log", "daemon", "-c", "o.yaml"))
         started = {name: PeerProcess(name, port, folder / name) for name in ("train0", "train1")}
-        agent = ["agent", "--daemon", address, "--engine", "simulated"]
+        agent = ["agent", "--daemon", address, "--engine-kind", "simulated"]
         for engine, name, words in ENGINES:
             server = await stack.enter_async_context(SimulatedServer(SimulatedOptions()))
-            own = ("--engine", f"{engine}={server.url}", "--product", "simulated", *words)
+            own = ("--engine", f"{engine}={server.url}", "--engine-kind", "simulated", *words)
             started[name] = PeerProcess(name, port, folder / name, *own)
-            agent += ["--url", server.url, "--id", engine]
+            agent += ["--engine", f"{engine}={server.url}"]
         stack.enter_context(process(folder / "agent.log", *agent))
         await stack.enter_async_context(peers(*started.values()))
         await until_ready(address)

@@ -177,8 +177,8 @@ class Harness:
 
     async def shown(self, report: Mapping[str, Any]) -> str:
         """Return a redeployment as printed for operators."""
-        steps = await self.orchestrrl("redeploy", "--id", report["redeployment_id"])
-        return steps + await self.orchestrrl("plan", "history", "--id", report["redeployment_id"])
+        steps = await self.orchestrrl("redeploy", "--redeployment", report["redeployment_id"])
+        return steps + await self.orchestrrl("plan", "history", "--redeployment", report["redeployment_id"])
 
     async def engines(self) -> dict[str, str]:
         """Return the URLs of engines that receive requests, by id."""

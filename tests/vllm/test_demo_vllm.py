@@ -65,7 +65,18 @@ async def test_moved_requests_generate_the_undisturbed_tokens(tmp_path: Path, mo
 
 @pytest.mark.slow
 def test_demo_runs_on_real_vllm(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "orchestrrl", "demo", "--engine", "vllm", "--seeds", "2", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "orchestrrl",
+        "demo",
+        "--engine-kind",
+        "vllm",
+        "--seeds",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
     shown = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stdout + shown.stderr
     report = json.loads((tmp_path / "report.json").read_text())

@@ -43,8 +43,7 @@ async def test_new_engine_gets_the_fleets_weights(harness: Harness, other_weight
     old, step = await harness.engines(), Step(requests=4, tokens=50)
     before = await step.undisturbed(next(iter(old.values())))
     await asyncio.to_thread(reload_weights, list(old.values()), other_weights)
-    named = [word for engine in old for word in ("--engine", engine)]
-    await harness.orchestrrl("engines", "set-version", "3", *named, "--weights", str(other_weights))
+    await harness.orchestrrl("engines", "set-version", "3", *old, "--weights", str(other_weights))
 
     report = await harness.redeployment("tp1=3")
     assert report["closed_s"] is None  # its GPU was free, so no request had to wait

@@ -27,7 +27,9 @@ _Outcome = TypeVar("_Outcome")
 
 @command
 def demo(
-    engine: Annotated[str, typer.Option(help="simulated | vllm (needs `make venv-vllm`)")] = "simulated",
+    engine: Annotated[
+        str, typer.Option("--engine-kind", metavar="KIND", help="simulated | vllm (needs `make venv-vllm`)")
+    ] = "simulated",
     kv: Annotated[bool, typer.Option("--kv", help="Use long prompts and engines with KV transfer.")] = False,
     redeploy: Annotated[
         bool, typer.Option("--redeploy", help="Have the daemon start the engines and redeploy them during the step.")
@@ -56,9 +58,9 @@ def demo(
     # Imported here so that the other commands start without the demo's numerical libraries.
     from orchestrrl.lab.demo.scenario import ENGINES, load_scenario
 
-    raise_faults(choice_faults("--engine", engine, ENGINES))
+    raise_faults(choice_faults("--engine-kind", engine, ENGINES))
     faults = [
-        f"{flag}: requires --engine simulated, got {engine!r}"
+        f"{flag}: requires --engine-kind simulated, got {engine!r}"
         for flag, given in (("--kv", kv), ("--redeploy", redeploy))
         if given and engine != "simulated"
     ]

@@ -21,7 +21,7 @@ FLAGS = {"max_model_len_tokens": "max-model-len"}  # field name to option name, 
 
 
 def simulated(
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on. 0 selects a free port.")] = 0,
     lengths: Annotated[
         Path | None, typer.Option(help="YAML file with quantiles, tokens and correlation of response lengths.")

@@ -42,9 +42,11 @@ async def add(
     client: ControlClient,
     engine: EngineArgument,
     url: Annotated[str, typer.Option(help="The engine's URL.", metavar="URL")] = "",
-    configuration: Annotated[str, typer.Option(help="A configuration of the daemon's file.", metavar="C")] = "",
+    configuration: Annotated[
+        str, typer.Option(help="A configuration of the daemon's file.", metavar="CONFIGURATION")
+    ] = "",
     gpus: Annotated[str, typer.Option(help="The engine's GPUs, such as `0,1` or `0-7`.", metavar="LIST")] = "",
-    pool: Annotated[str, typer.Option(help="The pool, which requests can prefer by tag.", metavar="P")] = "",
+    pool: Annotated[str, typer.Option(help="The pool, which requests can prefer by tag.", metavar="POOL")] = "",
     reason: Reason = "",
 ) -> Output:
     """Add an engine, so that every gateway sends requests to it until it is removed.

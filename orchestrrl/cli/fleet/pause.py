@@ -30,7 +30,7 @@ LeaseSeconds = Annotated[
 @daemon_command
 async def pause(
     client: ControlClient,
-    mode: Annotated[
+    running: Annotated[
         PauseModeOption, typer.Option(help="Running requests: keep freezes, wait finishes, abort ends them.")
     ] = "keep",
     frozen: Annotated[FrozenRequestsOption, typer.Option(help="How frozen requests continue.")] = "recompute",
@@ -45,12 +45,12 @@ async def pause(
     Renew the lease with `orchestrrl renew`. If the fleet is not quiet by the deadline, it resumes, and the exit status
     is 1.
 
-    Example: `orchestrrl pause --mode wait --deadline-s 300 --holder "weights of step 12"`
+    Example: `orchestrrl pause --running wait --deadline-s 300 --holder "weights of step 12"`
     """
     import asyncio
 
     order = control_pb2.PauseFleetRequest(
-        mode=agent_pb2.PauseMode.Value(f"PAUSE_MODE_{mode.upper()}"),
+        mode=agent_pb2.PauseMode.Value(f"PAUSE_MODE_{running.upper()}"),
         frozen=agent_pb2.FrozenRequests.Value(f"FROZEN_REQUESTS_{frozen.upper()}"),
         holder=holder,
         lease_s=lease_s,
@@ -133,19 +133,19 @@ def _barrier_view(found: dict[str, Any]) -> View:
 async def set_version(
     client: ControlClient,
     policy_version: Annotated[int, typer.Argument(min=0, help="Version of the weights.", metavar="N")],
-    engine: Annotated[list[str], typer.Option(metavar="ENGINE", help="Engine with this version. Can be repeated.")],
+    engines: Annotated[list[str], typer.Argument(metavar="ENGINE...", help="The engines with this version.")],
     weights: WeightsOption = "",
     reason: Reason = "",
 ) -> Output:
     """Set the weight version of engines that received weights without the pause barrier, for example after a restart.
 
-    Example: `orchestrrl engines set-version 13 --engine vllm-1`
+    Example: `orchestrrl engines set-version 13 vllm-1`
     """
     order = control_pb2.SetPolicyVersionRequest(
-        engine_ids=engine, policy_version=policy_version, reason=reason, weights_source=weights
+        engine_ids=engines, policy_version=policy_version, reason=reason, weights_source=weights
     )
     found = await answer(client, client.control.SetPolicyVersion, order)
-    words = f"{', '.join(engine)}: policy version {policy_version}, the fleet's is {found['policy_version']}"
+    words = f"{', '.join(engines)}: policy version {policy_version}, the fleet's is {found['policy_version']}"
     return Output(found, [escape(words)])
 
 

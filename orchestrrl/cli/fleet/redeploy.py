@@ -40,7 +40,7 @@ async def redeploy(
     redeployment_id: Annotated[
         str,
         typer.Option(
-            "--id",
+            "--redeployment",
             metavar="REDEPLOYMENT",
             help="The redeployment to watch, cancel or show. Default: the running or last one.",
         ),
@@ -176,7 +176,7 @@ def _left(latest: dict[str, Any] | None) -> str:
 
 
 def advice(redeployment_id: str) -> str:
-    named = f" --id {escape(redeployment_id)}"
+    named = f" --redeployment {escape(redeployment_id)}"
     return (
         f"watch it with [bold]orchestrrl redeploy --watch{named}[/bold], "
         f"roll it back with [bold]orchestrrl redeploy --cancel{named}[/bold]"
@@ -187,7 +187,7 @@ async def _cancel(client: ControlClient, redeployment_id: str, reason: str) -> O
     order = control_pb2.CancelRedeploymentRequest(redeployment_id=redeployment_id, reason=reason)
     report = await answer(client, client.control.CancelRedeployment, order)
     named, before = escape(report["redeployment_id"]), escape(words.fleet_text(report["old_engines"]))
-    watch = f"watch it with [bold]orchestrrl redeploy --watch --id {named}[/bold]"
+    watch = f"watch it with [bold]orchestrrl redeploy --watch --redeployment {named}[/bold]"
     return Output(report, [f"redeployment [bold]{named}[/bold] is rolled back to {before}; {watch}"])
 
 

@@ -59,14 +59,14 @@ def _workers_view(listed: list[dict[str, Any]]) -> View:
 @daemon_command
 async def requests(
     client: ControlClient,
-    engine: Annotated[str, typer.Option(help="List only the requests on this engine.", metavar="ENGINE")] = "",
+    on_engine: Annotated[str, typer.Option(help="List only the requests on this engine.", metavar="ENGINE")] = "",
     limit: Annotated[int, typer.Option(min=0, help="Maximum number of requests. 0: all.")] = 50,
 ) -> Output:
     """List the requests in flight: their engine, state and generated tokens, and whether they can move.
 
-    Example: `orchestrrl requests --engine vllm-0 --limit 20`
+    Example: `orchestrrl requests --on-engine vllm-0 --limit 20`
     """
-    wanted = control_pb2.ListRequestsRequest(engine_id=engine, limit=limit)
+    wanted = control_pb2.ListRequestsRequest(engine_id=on_engine, limit=limit)
     found = await answer(client, client.control.ListRequests, wanted)
     title = f"Requests: {len(found['requests'])} of {found['total']}"
     return Output(found, table(title, REQUEST_COLUMNS, found["requests"]))

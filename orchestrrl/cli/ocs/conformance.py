@@ -29,7 +29,7 @@ def conformance(
     driver: Annotated[
         str, typer.Option(metavar="NAME", help="The driver, as in `ocs[].driver`. An unknown name lists known ones.")
     ],
-    ports: Annotated[
+    free_ports: Annotated[
         str,
         typer.Option(
             metavar="INGRESS:EGRESS",
@@ -46,7 +46,7 @@ def conformance(
         ),
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="TEST", help="Run only this test of the table. Can be repeated.")
+        list[str] | None, typer.Option(metavar="NAME", help="Run only this test of the table. Can be repeated.")
     ] = None,
 ) -> Output:
     """Run the drivers' conformance suite against your switch.
@@ -59,9 +59,9 @@ def conformance(
 
     Examples:
 
-    `orchestrrl ocs conformance --driver scpi --address 192.0.2.7 --ports 1-4:17-20`
+    `orchestrrl ocs conformance --driver scpi --address 192.0.2.7 --free-ports 1-4:17-20`
 
-    `orchestrrl ocs conformance --driver virtual --ports 1-4:17-20 --option command_timeout_s=0.5`
+    `orchestrrl ocs conformance --driver virtual --free-ports 1-4:17-20 --option command_timeout_s=0.5`
     """
     from ocs_drivers.conformance_run import (
         LabConformance,
@@ -79,10 +79,10 @@ def conformance(
     if address is not None:
         options["target" if driver == "grpc" else "address"] = address
     try:
-        pairs = parse_ports(ports)
+        pairs = parse_ports(free_ports)
     except ValueError as error:
         pairs = ()
-        faults.append(f"--ports: {error}, got {ports!r}")
+        faults.append(f"--free-ports: {error}, got {free_ports!r}")
     known = [_short(name) for name in tests_of(LabConformance)]
     chosen = [_short(name) for name in only or ()]
     faults += [fault for name in chosen for fault in choice_faults("--only", name, known)]

@@ -76,7 +76,7 @@ async def connect(
     client: ControlClient,
     switch: SwitchArgument,
     pairs: PairsArgument,
-    mode: Annotated[
+    change_mode: Annotated[
         ChangeMode,
         typer.Option(
             help="`safe` fails if a port is in use; `update` evicts the circuits on the given ports; "
@@ -98,7 +98,7 @@ async def connect(
 
     `orchestrrl ocs connect ocs1 3:17 5:19`
 
-    `orchestrrl ocs connect ocs1 3:17 --mode update --dry-run`
+    `orchestrrl ocs connect ocs1 3:17 --change-mode update --dry-run`
 
     `orchestrrl ocs connect ocs1 3:17 --revert-in-s 60`
     """
@@ -106,13 +106,13 @@ async def connect(
 
     def request(**more: Any) -> "control_pb2.ConnectPortsRequest":
         return control_pb2.ConnectPortsRequest(
-            switch_id=switch, cross_connects=wanted, mode=mode, revert_in_s=revert_in_s, **more
+            switch_id=switch, cross_connects=wanted, mode=change_mode, revert_in_s=revert_in_s, **more
         )
 
     if dry_run:
         return _outcome(await client.call(client.switches.ConnectPorts, request(dry_run=True)))
     revision: dict[str, Any] = {}
-    if mode is not ChangeMode.SAFE:
+    if change_mode is not ChangeMode.SAFE:
         plan = _readable(await answer(client, client.switches.ConnectPorts, request(dry_run=True)))
         revision = {"expect_revision": plan["revision"]}
         if plan["evicted"]:

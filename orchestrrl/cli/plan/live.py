@@ -74,10 +74,11 @@ async def history(
     client: ControlClient,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of redeployments.")] = 20,
     redeployment_id: Annotated[
-        str, typer.Option("--id", metavar="REDEPLOYMENT", help="Show only this redeployment, with a timeline.")
+        str,
+        typer.Option("--redeployment", metavar="REDEPLOYMENT", help="Show only this redeployment, with a timeline."),
     ] = "",
 ) -> Output:
-    """List past redeployments, newest first. With --id, show the steps of one redeployment over time.
+    """List past redeployments, newest first. With --redeployment, show the steps of one redeployment over time.
 
     Example: `orchestrrl plan history --limit 5`
     """

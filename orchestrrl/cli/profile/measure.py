@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestrrl.cli.command import command, url_faults
+from orchestrrl.cli.command import EngineKindOption, command, engine_kind_faults, url_faults
 from orchestrrl.cli.output import Columns, Output, fail, note, raise_faults, stderr, table, writing
 from orchestrrl.cli.progress import with_progress
 from orchestrrl.cli.running import until_stopped
@@ -48,7 +48,7 @@ def measure(
     ] = None,
     transfer_gbps: Annotated[float | None, typer.Option(help="Rate of KV transfer between engines, in Gbit/s.")] = None,
     budget_s: Annotated[float, typer.Option(min=1.0, help="Time limit of the measurement in seconds.")] = 300.0,
-    engine: Annotated[str, typer.Option(help="Engine product: vllm or simulated.")] = "vllm",
+    engine_kind: EngineKindOption = "vllm",
 ) -> Output:
     """Measure an engine and write its configuration to a profile file. A configuration with the same id is replaced.
 
@@ -76,8 +76,10 @@ def measure(
         max_sequences=max_sequences,
         kv_capacity_tokens=kv_capacity_tokens,
     )
-    raise_faults(url_faults("URL", url))
-    measured = with_progress(lambda report: until_stopped(_measure(connect(engine, url), wanted, existing, report)))
+    raise_faults([*url_faults("URL", url), *engine_kind_faults(engine_kind)])
+    measured = with_progress(
+        lambda report: until_stopped(_measure(connect(engine_kind, url), wanted, existing, report))
+    )
     if not isinstance(measured, MeasuredProfile):
         fail(f"stopped: {out} is unchanged")
     profile = _merged(existing, measured, gpu, link)
@@ -88,10 +90,10 @@ def measure(
 @command
 def import_(
     model: Annotated[str, typer.Option(help="Name of the model, or a folder with its config.json.")],
-    system: Annotated[str, typer.Option(help="GPU model, such as h100_sxm.")],
+    gpu: Annotated[str, typer.Option(help="GPU model, such as h100_sxm.")],
     out: OutFile,
-    backend: Annotated[str, typer.Option(help="Engine product: vllm, sglang or trtllm.")] = "vllm",
-    tp: Annotated[str, typer.Option(help="Tensor-parallel sizes, such as 1,2,4,8.")] = "",
+    engine_kind: Annotated[str, typer.Option(metavar="KIND", help="Engine product: vllm, sglang or trtllm.")] = "vllm",
+    tp_sizes: Annotated[str, typer.Option(help="Tensor-parallel sizes, such as 1,2,4,8.")] = "",
     layouts: Annotated[str, typer.Option(help="Other layouts, such as tp8ep8,dp8ep8 for mixtures of experts.")] = "",
     precision: Annotated[str, typer.Option(help="Precision of the weights, such as fp8. Default: the model's.")] = "",
     max_sequences: Annotated[int, typer.Option(min=1, help="Maximum sequences of an engine.")] = VLLM_MAX_SEQUENCES,
@@ -102,11 +104,11 @@ def import_(
     The step times include only the run time of kernels, not the engine's overheads. If possible, measure your own
     engines instead. Layouts whose weights leave no memory for the KV cache are omitted.
 
-    Example: `orchestrrl profile import --model Qwen/Qwen3-32B --system h100_sxm --tp 1,2,4,8 --out profile.yaml`
+    Example: `orchestrrl profile import --model Qwen/Qwen3-32B --gpu h100_sxm --tp-sizes 1,2,4,8 --out profile.yaml`
     """
     from orchestrrl.engines.profiles.importer import Aiconfigurator, ImportInputs, import_profile
 
-    wanted = _layouts(tp, layouts)
+    wanted = _layouts(tp_sizes, layouts)
     given = ImportInputs(
         max_sequences,
         COLD_START_S if switch_s is None else switch_s,
@@ -114,7 +116,7 @@ def import_(
         _switch_detail(switch_s),
         _today(),
     )
-    vendor = Aiconfigurator(model, system, backend, precision=precision)
+    vendor = Aiconfigurator(model, gpu, engine_kind, precision=precision)
     profile, left_out = import_profile(vendor, wanted, given, lambda name: stderr().print(f"{name} ..."))
     _write(out, profile)
     return _output(profile, left_out)
@@ -222,17 +224,17 @@ def _write(path: Path, profile: "Profile") -> None:
         write_profile(path, profile)
 
 
-def _layouts(tp: str, layouts: str) -> list[Any]:
+def _layouts(tp_sizes: str, layouts: str) -> list[Any]:
     from orchestrrl.engines.profiles.importer import layout_named
 
-    named = [("--tp", f"tp{number.strip()}") for number in tp.split(",") if tp]
+    named = [("--tp-sizes", f"tp{number.strip()}") for number in tp_sizes.split(",") if tp_sizes]
     named += [("--layouts", name.strip()) for name in layouts.split(",") if layouts]
     found, faults = [], []
-    for option, name in named or [("--tp", "tp1"), ("--tp", "tp2"), ("--tp", "tp4"), ("--tp", "tp8")]:
+    for option, name in named or [("--tp-sizes", f"tp{size}") for size in (1, 2, 4, 8)]:
         try:
             layout = layout_named(name)
         except ValueError as error:
-            faults.append(f"{option}: {error}, got {name.removeprefix('tp') if option == '--tp' else name!r}")
+            faults.append(f"{option}: {error}, got {name.removeprefix('tp') if option == '--tp-sizes' else name!r}")
         else:
             found += [layout] if layout not in found else []
     raise_faults(faults)

@@ -26,8 +26,8 @@ MeasuredFile = Annotated[
 def predict(
     model: Annotated[str, typer.Argument(help="Name or path of the model, or a built-in profile: paper-14b-h800.")],
     gpu: Annotated[str, typer.Option(help="GPU model, such as h100.")] = "h100",
-    engine: Annotated[str, typer.Option(help="Engine product: vllm, sglang or trtllm.")] = "vllm",
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the fleet, the maximum size of a layout.")] = 8,
+    engine_kind: Annotated[str, typer.Option(metavar="KIND", help="Engine product: vllm, sglang or trtllm.")] = "vllm",
+    gpu_count: Annotated[int, typer.Option(min=1, help="GPUs of the fleet, the maximum size of a layout.")] = 8,
     per_node: Annotated[int, typer.Option(min=1, help="GPUs per node.")] = 8,
     weight_bits: Annotated[
         int | None, typer.Option(help="Bits per weight: 16, 8 or 4. Default: the checkpoint's.")
@@ -40,7 +40,7 @@ def predict(
 
     If possible, measure your own engines instead. `orchestrrl profile score` reports the error of these predictions.
 
-    Example: `orchestrrl profile predict Qwen/Qwen3-32B --gpu h100 --gpus 16 --out profile.yaml`
+    Example: `orchestrrl profile predict Qwen/Qwen3-32B --gpu h100 --gpu-count 16 --out profile.yaml`
     """
     from planner.cost.engines import ENGINES
     from planner.cost.hardware import GPUS, UnknownGpu, gpu_named
@@ -61,7 +61,7 @@ def predict(
         hardware = gpu_named(gpu)
     except UnknownGpu:
         faults.append(f"--gpu: must be one of {', '.join(sorted(GPUS))}, got {gpu!r}")
-    faults += choice_faults("--engine", engine, sorted(ENGINES))
+    faults += choice_faults("--engine-kind", engine_kind, sorted(ENGINES))
     if weight_bits not in (None, 4, 8, 16):
         faults.append(f"--weight-bits: must be 4, 8 or 16, got {weight_bits}")
     if kv_bits not in (8, 16):
@@ -69,15 +69,15 @@ def predict(
     if phase:
         faults += choice_faults("--phase", phase, StepPhase)
     raise_faults(faults)
-    product, precision = ENGINES[engine], _precision(served, weight_bits, kv_bits)
+    product, precision = ENGINES[engine_kind], _precision(served, weight_bits, kv_bits)
     good_in = StepPhase(phase) if phase else None
-    configurations = candidates(served, hardware, gpus, per_node, product, good_in, precision)
+    configurations = candidates(served, hardware, gpu_count, per_node, product, good_in, precision)
     if not configurations:
         raise Permanent(
-            f"model {served.name} does not fit on any layout of up to {gpus} {hardware.name} GPUs: "
-            "increase --gpus, or reduce --weight-bits or --kv-bits"
+            f"model {served.name} does not fit on any layout of up to {gpu_count} {hardware.name} GPUs: "
+            "increase --gpu-count, or reduce --weight-bits or --kv-bits"
         )
-    moves = move_costs(served, hardware, product, precision, recompute_tp=min(per_node, gpus))
+    moves = move_costs(served, hardware, product, precision, recompute_tp=min(per_node, gpu_count))
     return _output(Profile(served.name, hardware.name, product.name, tuple(configurations), moves), out)
 
 

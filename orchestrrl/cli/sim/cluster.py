@@ -84,7 +84,7 @@ Cluster = Annotated[
 Fabrics = Annotated[str, typer.Option(help="Comma-separated fabrics. Default: the scenario's.")]
 Arms = Annotated[str, typer.Option(help="Comma-separated arms of `sim gen`. Default: the scenario's.")]
 Seeds = Annotated[str, typer.Option(help="Comma-separated seeds. Default: the scenario's.")]
-Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Store the results in this folder, for `sim report`.")]
+Out = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Store the results in this folder, for `sim report`.")]
 
 
 @command
@@ -130,9 +130,7 @@ def compare(scenario: Cluster, fabrics: Fabrics = "", arms: Arms = "", seeds: Se
 @command
 def report(
     results: Annotated[Path, typer.Argument(metavar="RESULTS", help="A results file, or a folder of results.")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="PAGE.html", help="The page to write.")] = Path(
-        "report.html"
-    ),
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The page to write.")] = Path("report.html"),
 ) -> Output:
     """Render results of `sim run`, `sim compare` and `sim sweep` as one self-contained HTML page with plots.
 
@@ -217,8 +215,8 @@ def split(
 @command
 def sweep(
     file: Annotated[Path, typer.Argument(metavar="SWEEP.yaml", help="A base scenario, and values at dotted paths.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Result folder, one file per point.")] = Path("sweep"),
-    workers: Annotated[int | None, typer.Option(min=1, help="Number of processes. Default: one per core.")] = None,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Result folder, one file per point.")] = Path("sweep"),
+    processes: Annotated[int | None, typer.Option(min=1, help="Number of processes. Default: one per core.")] = None,
     ray: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Run on this Ray cluster: auto or HOST:PORT.")
     ] = None,
@@ -236,15 +234,15 @@ def sweep(
     from orchestrrl.lab.sim.rl.results import SUFFIX, parse, rows
 
     logging.getLogger("orchestrrl").setLevel(logging.ERROR)
-    if ray is not None and workers is not None:
-        raise ProblemFaults([f"--workers: cannot be combined with --ray, got {workers}"])
+    if ray is not None and processes is not None:
+        raise ProblemFaults([f"--processes: cannot be combined with --ray, got {processes}"])
     faults: list[str] = []
     points = or_faults(faults, lambda: sweeps.load_sweep(file))
     or_faults(faults, lambda: check_folder(out, "--out"))
     if points is None or faults:
         raise ProblemFaults(faults)
     make_folder(out, "--out")
-    runner = partial(sweeps.on_ray, address=ray) if ray is not None else partial(sweeps.in_processes, at_once=workers)
+    runner = partial(sweeps.on_ray, address=ray) if ray is not None else partial(sweeps.in_processes, at_once=processes)
     try:
         swept = with_progress(lambda report: sweeps.sweep(points, out, runner, report, again=again))
     except KeyboardInterrupt:

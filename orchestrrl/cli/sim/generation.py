@@ -31,7 +31,7 @@ def gen(
     steps: Annotated[
         int | None, typer.Option(help="Steps per seed, warm-up included. Default: the scenario's.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Write plots to this folder.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write plots to this folder.")] = None,
 ) -> Output:
     """Run generation steps of a scenario in virtual time, with static baselines and with OrchestrRL.
 

@@ -77,8 +77,8 @@ async def profile(
     version: Annotated[
         int | None, typer.Argument(metavar="VERSION", min=0, max=LARGEST, help="The version. Default: the latest.")
     ] = None,
-    last: Annotated[int, typer.Option(min=1, max=MOST_PROFILED, help="Profile this many ended syncs together.")] = 1,
-    picture: Annotated[
+    limit: Annotated[int, typer.Option(min=1, max=MOST_PROFILED, help="Maximum number of ended syncs.")] = 1,
+    plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Plot the phases over time to a .png, .svg or .pdf file.")
     ] = None,
 ) -> Output:
@@ -91,18 +91,18 @@ async def profile(
 
     Example: `orchestrrl sync profile 12`
 
-    Example: `orchestrrl sync profile --last 10 --picture syncs.png`
+    Example: `orchestrrl sync profile --limit 10 --plot syncs.png`
     """
     from orchestrrl.weights.controller.profile import profile as profile_of
 
-    if version is not None and last > 1:
-        raise_faults([f"--last: cannot be combined with VERSION, got {last}"])
-    profiles = [profile_of(report, time.time()) for report in await _profiled(client, version, last)]
-    if picture is not None:
-        _draw(profiles, picture)
+    if version is not None and limit > 1:
+        raise_faults([f"--limit: cannot be combined with VERSION, got {limit}"])
+    profiles = [profile_of(report, time.time()) for report in await _profiled(client, version, limit)]
+    if plot is not None:
+        _draw(profiles, plot)
     documents = [_profile_json(each) for each in profiles]
-    wrote = [] if picture is None else [f"wrote {escape(str(picture))}"]
-    if last == 1:
+    wrote = [] if plot is None else [f"wrote {escape(str(plot))}"]
+    if limit == 1:
         return Output(documents[0], [*_profile_view(profiles[0]), *wrote])
     title = f"Phases of {len(profiles)} versions" if len(profiles) > 1 else "Phases"
     lines = [*words.advice_lines(profiles), *wrote]
@@ -224,4 +224,4 @@ def _draw(profiles: "list[SyncProfile]", target: Path) -> None:
     try:
         draw(profiles, target)
     except (OSError, ValueError) as error:
-        raise ProblemFaults([f"--picture: cannot write {str(target)!r}: {error}"]) from None
+        raise ProblemFaults([f"--plot: cannot write {str(target)!r}: {error}"]) from None

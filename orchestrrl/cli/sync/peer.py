@@ -7,7 +7,8 @@ import typer
 
 from orchestrrl.cli.command import DaemonOption, with_flags
 from orchestrrl.cli.garbage import keep_loaded
-from orchestrrl.cli.running import VerboseFlag, serve
+from orchestrrl.cli.output import raise_faults
+from orchestrrl.cli.running import LogLevelOption, log_level_faults, serve
 from orchestrrl.core.addresses import DEFAULT_TARGET
 from orchestrrl.weights.peer.arguments import PeerArguments, PeerOption, options
 
@@ -26,7 +27,7 @@ def _flag(option: PeerOption) -> tuple[str, Any, Any]:
 
 
 PeerFlags = make_dataclass(
-    "PeerFlags", [*map(_flag, options()), ("verbose", VerboseFlag, field(default=False))], kw_only=True
+    "PeerFlags", [*map(_flag, options()), ("log_level", LogLevelOption, field(default="warning"))], kw_only=True
 )
 
 
@@ -56,7 +57,8 @@ def peer(flags: Any) -> None:
     from orchestrrl.weights.peer.peer import run_peer
     from orchestrrl.weights.peer.settings import settings_of
 
-    given = {name: value for name, value in vars(flags).items() if value is not None and name != "verbose"}
+    given = {name: value for name, value in vars(flags).items() if value is not None and name != "log_level"}
+    raise_faults(log_level_faults(flags.log_level))
     settings = settings_of(PeerArguments(**given))
     keep_loaded()
-    serve(run_peer(settings, WallClock()), verbose=flags.verbose)
+    serve(run_peer(settings, WallClock()), flags.log_level)

@@ -29,7 +29,7 @@ PATIENCE_S = 15.0  # wait for a daemon that is unreachable or has no report of t
 def publish(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The checkpoint folder.")],
     peer: Annotated[str, typer.Option(metavar="PEER", help="The --id of the peer on this host.")],
-    version: Annotated[
+    policy_version: Annotated[
         int | None, typer.Option(min=0, max=LARGEST, help="Version number. Default: the fleet's plus one.")
     ] = None,
     peer_folder: Annotated[Path | None, typer.Option(help="The peer's --folder, if it has one.")] = None,
@@ -58,7 +58,7 @@ def publish(
 
     pieces = _pieces(folder, peer, peer_folder, daemon)
     with WeightsClient(daemon, peer=peer, folder=peer_folder, patience_s=PATIENCE_S) as client:
-        number = client.next_version() if version is None else version
+        number = client.next_version() if policy_version is None else policy_version
         total = size(sum(piece.bytes for piece in pieces))
         note(f"version {number}: staging {len(pieces)} tensors, {total}, in {escape(str(client.folder))}")
         report = _carried(client, number, pieces, next_pause, as_json)

@@ -174,13 +174,13 @@ class Aiconfigurator:
         # The package warns about each table read from another version; the profile already names the version.
         logging.getLogger("aiconfigurator_core").setLevel(logging.ERROR)
         if backend not in BACKENDS:
-            raise ProblemFaults([f"--backend: must be one of {', '.join(BACKENDS)}, got {backend!r}"])
+            raise ProblemFaults([f"--engine-kind: must be one of {', '.join(BACKENDS)}, got {backend!r}"])
         self._version = self._database.get_latest_database_version(system, backend)
         if self._version is None:
             known = sorted(self._database.get_supported_databases())
             raise ProblemFaults(
                 [
-                    f"--system: must be a system with data for backend {backend}, got {system!r}; systems with data"
+                    f"--gpu: must be a system with data for backend {backend}, got {system!r}; systems with data"
                     f" for any backend: {', '.join(known)}"
                 ]
             )

@@ -14,7 +14,7 @@ from statistics import median
 from unittest.mock import patch
 
 from orchestrrl.lab.bench.figure import Figure
-from orchestrrl.lab.testbed.stack import Stack, agent_flags, engine_flags
+from orchestrrl.lab.testbed.stack import Stack, engine_flags
 
 REPETITIONS = 5
 PROGRAM = str(Path(sys.executable).with_name("orchestrrl"))
@@ -74,7 +74,7 @@ async def _processes_s(folder: Path) -> dict[str, float]:
         engines = {"e0": await stack.served(engine)}
         spent_s = {"engine": engine.cpu_s()}
         await stack.start_daemon(_config(engine.url))
-        stack.start_agent("--engine", "simulated", *agent_flags(engines))
+        stack.start_agent("--engine-kind", "simulated", *engine_flags("--engine", engines))
         await stack.until_reported(1, ("agent",))
         spent_s["agent"] = stack.agent.cpu_s()
 

@@ -167,7 +167,7 @@ async def cycle(box: Testbed, order: BoxOrder) -> dict[str, Any]:
     trainer = TestbedTrainer(
         rings, intents.JOB, sorted(training.ranks), lambda: flows_between_tors(box, training), order
     )
-    agent = box.start_agent("--rings", str(rings), "--host", "box")
+    agent = box.start_agent("--rings", str(rings), "--host-name", "box")
     try:
         async with FabricClient(box.daemon_address) as client:
             made = Cycle(box, client, order)

@@ -10,7 +10,7 @@ import yaml
 from orchestrrl.lab.demo.scenario import DemoScenario
 from orchestrrl.lab.testbed.engines import LocalEngine, all_started, make_model, start_simulated, start_vllm
 from orchestrrl.lab.testbed.processes import flags_of
-from orchestrrl.lab.testbed.stack import Stack, agent_flags, engine_flags, named, sped_up
+from orchestrrl.lab.testbed.stack import Stack, engine_flags, named, sped_up
 from planner.model import Configuration, ConfigurationId
 
 GPUS_PER_ENGINE = 2
@@ -69,7 +69,7 @@ async def orchestrrl(
     async with Stack(out_dir) as stack:
         await stack.start_daemon(_daemon_config(scenario, urls))
         intervals = {"interval_s": control.scrape_interval_s, "rate_window_s": control.rate_window_s}
-        stack.start_agent("--engine", kind, "--node-id", "agent", *flags_of(intervals), *agent_flags(urls))
+        stack.start_agent("--engine-kind", kind, "--id", "agent", *flags_of(intervals), *engine_flags("--engine", urls))
         await stack.start_gateway(*gateway_flags(scenario, kind), *engine_flags("--engine", urls))
         await stack.until_reported(len(running))
         yield stack

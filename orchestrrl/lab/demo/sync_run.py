@@ -131,7 +131,7 @@ async def _start_peers(fleet: DemoFleet, stack: Stack, home: Path) -> dict[int, 
     for index, url in enumerate(fleet.urls):
         hosts.setdefault(f"gen{index // of_host}", {})[f"e{index}"] = url
     for name, engines in hosts.items():
-        flags = ("--pod", "train" if name == TRAINER else "generate", "--product", fleet.kind)
+        flags = ("--pod", "train" if name == TRAINER else "generate", "--engine-kind", fleet.kind)
         stack.command(f"peer-{name}", "sync", "peer", *stack.peer_words(name, home / name, engines, *flags))
     checkpoints = {version: home / f"checkpoint-{version}" for version in (BEFORE, AFTER)}
     if fleet.kind == "simulated":

@@ -161,10 +161,6 @@ def engine_flags(flag: str, engines: Mapping[str, str]) -> list[str]:
     return [text for name, url in engines.items() for text in (flag, f"{name}={url}")]
 
 
-def agent_flags(engines: Mapping[str, str]) -> list[str]:
-    return [text for name, url in engines.items() for text in ("--url", url, "--id", name)]
-
-
 def named(urls: Sequence[str]) -> dict[str, str]:
     """Return a dictionary from engine ids e0, e1, ... to the given URLs."""
     return {f"e{index}": url for index, url in enumerate(urls)}

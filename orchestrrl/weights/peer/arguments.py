@@ -20,9 +20,10 @@ class PeerArguments:
     id: str = _option("The peer's name, unique in the fleet.")
     daemon: str = _option("The daemon's address, as HOST:PORT or unix:PATH.")
     engines: Sequence[str] = _option(
-        "An engine of this host to install versions into; repeat for several. Omit on a trainer's host.",
+        "An engine of this host to install versions into. Can be repeated. Default id: the URL's HOST:PORT. Omit on a"
+        " trainer's host.",
         flag="--engine",
-        metavar="NAME=URL",
+        metavar="[ID=]URL",
         default=(),
     )
     engines_here: bool = _option(
@@ -36,13 +37,15 @@ class PeerArguments:
         metavar="NAME",
         default=(),
     )
-    product: str = _option("The engines' product: vllm or simulated.", default="vllm")
+    product: str = _option(
+        "The engines' product: vllm or simulated.", flag="--engine-kind", metavar="KIND", default="vllm"
+    )
     folder: str = _option(
         f"Folder for versions, with space for two. Default: {FOLDERS} and the peer's name.", default=""
     )
     host: str = _option(
         "Address of this host that other peers can reach. Default: the local address of the route to the daemon.",
-        metavar="ADDRESS",
+        metavar="HOST",
         default="",
     )
     allow_remote: bool = _option(
@@ -54,8 +57,10 @@ class PeerArguments:
         flag="--transport",
         default=(),
     )
-    gpu: int | None = _option("A GPU of the fabric's site on this host, which determines its location.", default=None)
-    pod: str = _option("The host's PoD, if --gpu is not given.", default="")
+    gpu: int | None = _option(
+        "A GPU of the fabric's site on this host, which determines its location.", flag="--site-gpu", default=None
+    )
+    pod: str = _option("The host's PoD, if --site-gpu is not given.", default="")
     tor: str = _option("The host's ToR.", default="")
     nic_gbps: float = _option("Rate of the host's NIC. Default: the daemon's `weights.network.nic_gbps`.", default=0.0)
     tp: int = _option("Tensor parallelism of this host's engines.", default=1)

@@ -18,6 +18,7 @@ from orchestrrl.weights.peer.arguments import PeerArguments, options
 from orchestrrl.weights.peer.peer import run_peer
 from orchestrrl.weights.peer.settings import PeerSettings, settings_of
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
 EXIT_FAILURE, EXIT_MALFORMED = 1, 2
 EXAMPLE = (
     "python -m orchestrrl.weights.peer.main --id gen0 --daemon 10.0.0.1:7070 --allow-remote"
@@ -26,10 +27,8 @@ EXAMPLE = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    words, verbose = _parse_arguments(sys.argv[1:] if arguments is None else arguments)
-    logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    words, log_level = _parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         asyncio.run(_until_stopped(settings_of(words)))
     except ProblemFaults as error:
@@ -41,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _parse_arguments(arguments: list[str]) -> tuple[PeerArguments, bool]:
+def _parse_arguments(arguments: list[str]) -> tuple[PeerArguments, str]:
     parser = argparse.ArgumentParser(
         "python -m orchestrrl.weights.peer.main",
         description=__doc__,
@@ -60,10 +59,10 @@ def _parse_arguments(arguments: list[str]) -> tuple[PeerArguments, bool]:
         elif not option.required:
             settings |= {"default": option.default}
         parser.add_argument(option.flag, **settings)
-    parser.add_argument("-v", "--verbose", action="store_true", help="Log at level INFO; the default is WARNING.")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default="warning", help=" | ".join(LOG_LEVELS))
     found = vars(parser.parse_args(arguments))
-    verbose = bool(found.pop("verbose"))
-    return PeerArguments(**found), verbose
+    log_level = str(found.pop("log_level"))
+    return PeerArguments(**found), log_level
 
 
 async def _until_stopped(settings: PeerSettings) -> None:

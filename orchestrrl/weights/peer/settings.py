@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 from orchestrrl.core.addresses import parse_address, remote_fault
+from orchestrrl.core.engine_arguments import parse_engines
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.engines.base import ENGINES
 from orchestrrl.weights.model import LOOPBACK, Peer, PeerLocation, PeerRole, host_name
@@ -48,9 +48,9 @@ def settings_of(arguments: PeerArguments) -> PeerSettings:
         if name not in TRANSPORTS:
             faults.append(f"--transport: must be one of {', '.join(TRANSPORTS.names())}, got {name!r}")
     if arguments.gpu is not None and (arguments.pod or arguments.tor):
-        faults.append(f"--gpu: determines the location, so remove --pod and --tor, got {arguments.gpu}")
+        faults.append(f"--site-gpu: determines the location, so remove --pod and --tor, got {arguments.gpu}")
     if arguments.gpu is not None and arguments.gpu < 0:
-        faults.append(f"--gpu: must be >= 0, got {arguments.gpu}")
+        faults.append(f"--site-gpu: must be >= 0, got {arguments.gpu}")
     if arguments.tor and not arguments.pod:
         faults.append(f"--tor: needs --pod, got {arguments.tor!r}")
     if not arguments.nic_gbps >= 0 or arguments.nic_gbps == float("inf"):
@@ -118,23 +118,14 @@ def _way_to(host: str, port: int) -> tuple[str, str]:
 
 
 def _engines(arguments: PeerArguments, faults: list[str]) -> dict[EngineId, str]:
-    found: dict[EngineId, str] = {}
-    for number, word in enumerate(arguments.engines):
-        name, _, url = word.partition("=")
-        parts = urlsplit(url)
-        if not name or parts.scheme not in ("http", "https") or not parts.hostname:
-            faults.append(f"--engine[{number}]: must be NAME=http://HOST:PORT, got {word!r}")
-        elif name in found:
-            faults.append(f"--engine[{number}]: must not repeat a name, got {name!r}")
-        else:
-            found[EngineId(name)] = url
+    found = parse_engines(arguments.engines, faults)
     try:
         if arguments.engines or arguments.engines_here:
             ENGINES.load(arguments.product)
         else:  # a trainer's host needs no engine client, nor the packages that it imports
             ENGINES.check(arguments.product)
     except Permanent as error:
-        faults.append(f"--product: {error}")
+        faults.append(f"--engine-kind: {error}")
     return found
 
 

@@ -107,7 +107,7 @@ def test_workers(daemon: FakeDaemon) -> None:
 
 
 def test_requests(daemon: FakeDaemon) -> None:
-    text = output_text(run(daemon, "requests", "--engine", "e0", "--limit", "2"))
+    text = output_text(run(daemon, "requests", "--on-engine", "e0", "--limit", "2"))
     assert "Requests: 2 of 7" in text
     assert "r1 e0 running 100 2,345 4,096 0 12.5 s yes" in text
     assert "r2 gateway waiting 100 0 - 0 0 ms a grammar guides it" in text
@@ -260,7 +260,11 @@ def test_malformed_input_exits_2_with_all_errors(daemon: FakeDaemon) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [["mode", "act", "--reason", "\udcff"], ["requests", "--engine", "\udcff"], ["plan", "pin", "--reason", "\udcff"]],
+    [
+        ["mode", "act", "--reason", "\udcff"],
+        ["requests", "--on-engine", "\udcff"],
+        ["plan", "pin", "--reason", "\udcff"],
+    ],
 )
 def test_argument_that_is_not_utf8_exits_2(daemon: FakeDaemon, command: list[str]) -> None:
     refused = run(daemon, *command)
@@ -269,7 +273,7 @@ def test_argument_that_is_not_utf8_exits_2(daemon: FakeDaemon, command: list[str
 
 
 def test_journal(daemon: FakeDaemon) -> None:
-    lines = run(daemon, "journal", "--tail", "2", "--kind", "mode", "--kind", "operation.result", "--json").stdout
+    lines = run(daemon, "journal", "--limit", "2", "--kind", "mode", "--kind", "operation.result", "--json").stdout
     entries = [json.loads(line) for line in lines.splitlines()]
     assert [(entry["kind"], entry["body"]) for entry in entries] == [
         ("mode", {"reason": "go"}),

@@ -7,7 +7,7 @@ from orchestrrl.cli.commands import MODULE_OF
 from orchestrrl.cli.main import application, load
 
 # Services run until stopped; they print only their address and their log.
-SERVICES = {"daemon", "agent", "gateway", "engine simulated", "ocs serve", "ocs emulate", "sync peer"}
+SERVICES = {"up", "daemon", "agent", "gateway", "engine simulated", "ocs serve", "ocs emulate", "sync peer"}
 
 
 LEAVES = {tuple(path.split()): load(path) for path in MODULE_OF}

@@ -34,15 +34,16 @@ def test_gateway_rejects_duplicate_engine_urls() -> None:
     ]
     with pytest.raises(ProblemFaults) as caught:
         read_options(GatewayFlags(engines=engines, **USUAL))  # type: ignore[arg-type]
-    assert [fault for fault in caught.value.faults if fault.startswith("--engine:")] == [
-        "--engine: must have a different URL from 'a', got 'b=http://127.0.0.1:8001/'",
-        "--engine: must have a different URL from 'c', got 'd=http://GPU7:80'",
+    assert [fault for fault in caught.value.faults if fault.startswith("--engine[")] == [
+        "--engine[1]: must have a different URL from engine 'a', got 'b=http://127.0.0.1:8001/'",
+        "--engine[3]: must have a different URL from engine 'c', got 'd=http://GPU7:80'",
     ]
 
 
 def test_agent_rejects_duplicate_engine_urls() -> None:
     urls = ("http://localhost:8001", "http://127.0.0.1:8001/", "http://127.0.0.1:8002")
-    result = CliRunner().invoke(application(), ["agent", *(word for url in urls for word in ("--url", url))])
+    result = CliRunner().invoke(application(), ["agent", *(word for url in urls for word in ("--engine", url))])
     assert result.exit_code == 2
-    assert "--url[1]: must be given only once, got 'http://127.0.0.1:8001/' again" in result.output
-    assert "--url[2]" not in result.output
+    twin = "--engine[1]: must have a different URL from engine '127.0.0.1:8001', got 'http://127.0.0.1:8001/'"
+    assert twin in result.output
+    assert "--engine[2]" not in result.output

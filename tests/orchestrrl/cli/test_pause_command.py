@@ -40,7 +40,7 @@ def printed(result: Result) -> str:
 
 
 def test_pause_prints_the_lease_and_engines_not_paused(daemon: FakeDaemon) -> None:
-    text = printed(run(daemon, "pause", "--mode", "wait", "--deadline-s", "300", "--holder", "weights of step 12"))
+    text = printed(run(daemon, "pause", "--running", "wait", "--deadline-s", "300", "--holder", "weights of step 12"))
     until = time_of_day(BARRIER.lease_until_unix_s)
     assert "barrier: quiet, policy version 11, mode keep, frozen requests recompute" in text
     assert f"lease g3-1 for weights of step 12: expires at {until}, then the fleet resumes" in text
@@ -117,7 +117,7 @@ def test_outdated_request_counts_are_not_shown() -> None:
 
 def test_set_version_and_cancel(daemon: FakeDaemon) -> None:
     weights = ("--weights", "/shared/12")
-    assert printed(run(daemon, "engines", "set-version", "12", "--engine", "e0", "--engine", "e1", *weights)) == (
+    assert printed(run(daemon, "engines", "set-version", "12", "e0", "e1", *weights)) == (
         "e0, e1: policy version 12, the fleet's is 12"
     )
     text = printed(run(daemon, "cancel", "--group", "g", "--request", "r1", "--reason", "reward is known"))
@@ -137,7 +137,7 @@ def test_set_version_and_cancel(daemon: FakeDaemon) -> None:
         ["renew", "g3-1"],
         ["resume"],
         ["barrier"],
-        ["engines", "set-version", "1", "--engine", "e0"],
+        ["engines", "set-version", "1", "e0"],
         ["cancel", "--group", "g"],
     ],
     ids=" ".join,
@@ -150,7 +150,7 @@ def test_each_command_prints_one_json_object(daemon: FakeDaemon, command: list[s
 
 @pytest.mark.parametrize(
     "command",
-    [["pause", "--lease-s", "-1"], ["engines", "set-version", "-1", "--engine", "e0"], ["renew"]],
+    [["pause", "--lease-s", "-1"], ["engines", "set-version", "-1", "e0"], ["renew"]],
 )
 def test_invalid_arguments_exit_2(daemon: FakeDaemon, command: list[str]) -> None:
     assert run(daemon, *command).exit_code == 2

@@ -80,10 +80,10 @@ def test_unreachable_engine_is_reported(tmp_path: Path) -> None:
 
 def test_import_reports_all_errors(tmp_path: Path) -> None:
     out = tmp_path / "p.yaml"
-    words = ["import", "--model", "m", "--system", "h100_sxm", "--out", str(out)]
-    status, _, err = run(*words, "--tp", "2,x", "--layouts", "tp8ep4")
+    words = ["import", "--model", "m", "--gpu", "h100_sxm", "--out", str(out)]
+    status, _, err = run(*words, "--tp-sizes", "2,x", "--layouts", "tp8ep4")
     assert status == 2
-    assert [line.split(":")[0] for line in err.splitlines()] == ["--tp", "--layouts"]
+    assert [line.split(":")[0] for line in err.splitlines()] == ["--tp-sizes", "--layouts"]
     assert not out.exists()
 
 
@@ -91,7 +91,7 @@ def test_import_without_its_package_prints_advice(tmp_path: Path) -> None:
     try:
         import aiconfigurator_core  # noqa: F401
     except ModuleNotFoundError:
-        status, _, err = run("import", "--model", "m", "--system", "h100_sxm", "--out", str(tmp_path / "p.yaml"))
+        status, _, err = run("import", "--model", "m", "--gpu", "h100_sxm", "--out", str(tmp_path / "p.yaml"))
         assert status == 2
         assert "pip install 'orchestrrl[aiconfigurator]'" in err
     else:

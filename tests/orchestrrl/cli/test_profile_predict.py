@@ -18,7 +18,7 @@ def predict(*arguments: str) -> Result:
 
 def test_json_output_is_a_profile(tmp_path: Path) -> None:
     out = tmp_path / "profile.yaml"
-    result = predict("Qwen/Qwen3-32B", "--gpu", "H100", "--gpus", "8", "--json", "--out", str(out))
+    result = predict("Qwen/Qwen3-32B", "--gpu", "H100", "--gpu-count", "8", "--json", "--out", str(out))
     assert (result.exit_code, result.stderr) == (0, "")
     profile = parse_profile(result.stdout)
     assert (profile.model, profile.gpu, profile.engine) == ("qwen3-32b", "h100", "vllm")
@@ -42,19 +42,21 @@ def test_built_in_profile_is_selected_by_name() -> None:
 
 def test_output_without_json_is_a_table(tmp_path: Path) -> None:
     out = tmp_path / "profile.yaml"
-    result = predict("qwen3-30b-a3b", "--gpus", "16", "--phase", "tail", "--out", str(out))
+    result = predict("qwen3-30b-a3b", "--gpu-count", "16", "--phase", "tail", "--out", str(out))
     assert result.exit_code == 0, result.output
     assert "qwen3-30b-a3b on h100, vllm" in result.stdout
     assert f"wrote {out}" in result.stdout
 
 
 def test_all_errors_are_reported() -> None:
-    result = predict("no", "--gpu", "no", "--engine", "no", "--phase", "no", "--kv-bits", "3", "--weight-bits", "5")
+    result = predict(
+        "no", "--gpu", "no", "--engine-kind", "no", "--phase", "no", "--kv-bits", "3", "--weight-bits", "5"
+    )
     assert (result.exit_code, result.stdout) == (2, "")
     assert [line.split(":")[0] for line in result.stderr.splitlines()] == [
         "MODEL",
         "--gpu",
-        "--engine",
+        "--engine-kind",
         "--weight-bits",
         "--kv-bits",
         "--phase",
@@ -64,7 +66,7 @@ def test_all_errors_are_reported() -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (("llama-3.1-70b", "--gpus", "1"), 1, "model llama-3.1-70b does not fit on any layout of up to 1 h100"),
+        (("llama-3.1-70b", "--gpu-count", "1"), 1, "model llama-3.1-70b does not fit on any layout of up to 1 h100"),
         (("qwen3-8b", "--out", "/proc/no/profile.yaml"), 2, "--out: cannot write "),
     ],
 )

@@ -119,9 +119,9 @@ def test_detail_of_a_done_redeployment_is_printed(harness: RedeploymentDaemon) -
 def test_no_wait_show_cancel_and_watch(harness: RedeploymentDaemon) -> None:
     harness.do(harness.redeployer.held.clear)
     text = printed(run(harness, "redeploy", "--to", "tp8", "--no-wait"))
-    assert "started; watch it with orchestrrl redeploy --watch --id s1" in text
-    assert "roll it back with orchestrrl redeploy --cancel --id s1" in text
-    for command in (["redeploy"], ["redeploy", "--id", "s1"]):
+    assert "started; watch it with orchestrrl redeploy --watch --redeployment s1" in text
+    assert "roll it back with orchestrrl redeploy --cancel --redeployment s1" in text
+    for command in (["redeploy"], ["redeploy", "--redeployment", "s1"]):
         text = printed(run(harness, *command))
         assert "redeployment s1: 8 x tp2 -> 2 x tp8, running" in text
     summary = printed(run(harness, "status"))
@@ -130,7 +130,9 @@ def test_no_wait_show_cancel_and_watch(harness: RedeploymentDaemon) -> None:
     busy = run(harness, "redeploy", "--to", "tp4")
     assert (busy.exit_code, "s1 is under way" in busy.stderr) == (1, True)
     text = printed(run(harness, "redeploy", "--cancel", "--reason", "wrong one"))
-    assert text == "redeployment s1 is rolled back to 8 x tp2; watch it with orchestrrl redeploy --watch --id s1"
+    assert (
+        text == "redeployment s1 is rolled back to 8 x tp2; watch it with orchestrrl redeploy --watch --redeployment s1"
+    )
     ended = run(harness, "redeploy", "--watch")
     assert ended.exit_code == 1
     assert "redeployment s1 is rolled back: called off: wrong one" in ended.stderr
@@ -141,7 +143,7 @@ def test_no_wait_show_cancel_and_watch(harness: RedeploymentDaemon) -> None:
 
 def test_all_errors_of_the_command_line_are_reported_at_once(harness: RedeploymentDaemon) -> None:
     wrong = ["--to", "tp2", "--to", "tp2=1", "--to", "tp4=0", "--to", "=3", "--plan", "p1", "--cancel", "--watch"]
-    result = run(harness, "redeploy", *wrong, "--id", "s1", "--dry-run", "--no-wait")
+    result = run(harness, "redeploy", *wrong, "--redeployment", "s1", "--dry-run", "--no-wait")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.splitlines() == [
         "--plan: cannot go with --to, got 'p1'",
@@ -189,14 +191,14 @@ def test_history_lists_redeployments_and_shows_one_over_time(harness: Redeployme
     assert [
         report["redeployment_id"] for report in object_of(run(harness, "plan", "history", "--json"))["redeployments"]
     ][-1] == "s1"
-    full = printed(run(harness, "plan", "history", "--id", "s1"))
+    full = printed(run(harness, "plan", "history", "--redeployment", "s1"))
     assert full.startswith("redeployment s1: 8 x tp2 -> 2 x tp8 (the [tail]) started 20")
     assert "tp8-0.1 starts tp8 8-15" in full
     line = full.partition("Time line")[2]
     assert "4 start tp8-0.0" in line
     assert "requests paused" in line
-    assert object_of(run(harness, "plan", "history", "--id", "s1", "--json"))["redeployment_id"] == "s1"
-    missing = run(harness, "plan", "history", "--id", "s9")
+    assert object_of(run(harness, "plan", "history", "--redeployment", "s1", "--json"))["redeployment_id"] == "s1"
+    missing = run(harness, "plan", "history", "--redeployment", "s9")
     assert (missing.exit_code, missing.stderr) == (1, "no redeployment 's9'\n")
 
 

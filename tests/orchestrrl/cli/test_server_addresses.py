@@ -30,12 +30,12 @@ def test_api_base_url_is_rejected(url: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        (("agent", "--url", "http://e0:8000/v1"), f"--url[0]: {WITH_V1}'http://e0:8000/v1'"),
-        (("agent", "--url", "http://[::1"), "--url[0]: must be an http:// or https:// URL, got 'http://[::1'"),
-        (("gateway", "--engine", "e0=http://e0:8000/v1"), f"--engine: URL {WITH_V1}'e0=http://e0:8000/v1'"),
+        (("agent", "--engine", "http://e0:8000/v1"), f"--engine[0]: {WITH_V1}'http://e0:8000/v1'"),
+        (("agent", "--engine", "http://[::1"), "--engine[0]: must be an http:// or https:// URL, got 'http://[::1'"),
+        (("gateway", "--engine", "e0=http://e0:8000/v1"), f"--engine[0]: {WITH_V1}'e0=http://e0:8000/v1'"),
         (
             ("gateway", "--engine", "e0=http://[::1"),
-            "--engine: URL must be an http:// or https:// URL, got 'e0=http://[::1'",
+            "--engine[0]: must be an http:// or https:// URL, got 'e0=http://[::1'",
         ),
         (("engines", "add", "e0", "--url", "http://e0:8000/v1"), f"--url: {WITH_V1}'http://e0:8000/v1'"),
         (("profile", "measure", "http://e0:8000/v1", "--out", "p.yaml"), f"URL: {WITH_V1}'http://e0:8000/v1'"),

@@ -105,7 +105,7 @@ def test_daemon_without_weights_is_reported(daemon: Daemon) -> None:
     assert "No peer is attached" in shown
     assert "No version has been published yet" in printed(daemon, "history")
     assert answer(daemon, "status") == {"committed_version": None, "sync": None, "quarantined": [], "peers": []}
-    for words in (("profile",), ("profile", "--last", "3"), ("watch",), ("abort",), ("install",)):
+    for words in (("profile",), ("profile", "--limit", "3"), ("watch",), ("abort",), ("install",)):
         result = command(daemon, *words)
         assert result.exit_code == 1, words
         assert result.stdout == ""
@@ -195,13 +195,13 @@ def test_profile_as_json(daemon: Daemon) -> None:
     assert [row["phase"] for row in seen["phases"]] == ["offload", "phase_a", "install"]
     assert [each["code"] for each in seen["advice"]] == ["offload"]
     assert seen["slowest"][0]["gbps"] == pytest.approx(16 / 1.9)
-    both = answer(daemon, "profile", "--last", "5")
+    both = answer(daemon, "profile", "--limit", "5")
     assert [each["version"] for each in both["profiles"]] == [9, 7]
 
 
 def test_profile_of_several_syncs_shows_medians_and_advice(daemon: Daemon) -> None:
     fleet(daemon, done(7), OFFLOADING, replace(OFFLOADING, id="sync-10", version=10), carrying(11))
-    shown = printed(daemon, "profile", "--last", "5")
+    shown = printed(daemon, "profile", "--limit", "5")
     assert "Phases of 3 versions" in shown
     assert "trainer offload 3 min 47 s 3 min 47 s" in shown
     assert "advice (2 of 3): trainer offload takes 227 s" in shown
@@ -216,18 +216,18 @@ def test_picture_is_drawn_or_the_error_is_reported(daemon: Daemon, tmp_path: Pat
     waiting = done(8, *[(phase, 0.5) for phase in SyncPhase])
     fleet(daemon, done(7), waiting, carrying(9))
     target = tmp_path / "syncs.png"
-    assert f"wrote {target}" in printed(daemon, "profile", "--last", "2", "--picture", str(target))
+    assert f"wrote {target}" in printed(daemon, "profile", "--limit", "2", "--plot", str(target))
     assert target.read_bytes().startswith(b"\x89PNG")
-    assert answer(daemon, "profile", "--picture", str(tmp_path / "one.svg"))["version"] == 9
+    assert answer(daemon, "profile", "--plot", str(tmp_path / "one.svg"))["version"] == 9
     assert (tmp_path / "one.svg").stat().st_size > 1000
     for bad in (tmp_path / "no" / "such.png", tmp_path / "syncs.exe"):
-        result = command(daemon, "profile", "--picture", str(bad))
+        result = command(daemon, "profile", "--plot", str(bad))
         assert result.exit_code == 2
-        assert result.stderr.startswith("--picture: ")
+        assert result.stderr.startswith("--plot: ")
 
 
 def test_version_is_checked_before_the_daemon_is_called(daemon: Daemon) -> None:
-    for words in (("profile", "-1"), ("profile", str(2**64)), ("profile", "7", "--last", "2"), ("profile", "x")):
+    for words in (("profile", "-1"), ("profile", str(2**64)), ("profile", "7", "--limit", "2"), ("profile", "x")):
         result = command(daemon, *words)
         assert result.exit_code == 2, words
         assert result.stdout == ""

@@ -97,8 +97,8 @@ async def test_publish_waits_for_the_sync(tmp_path: Path) -> None:
     daemon.may_end.set()
     async with serving(daemon) as address:
         shown = await run(*words, "--daemon", address)
-        as_json = await run(*words, "--version", "9", "--json", "--daemon", address)
-        aborted = await run(*words, "--version", "9", "--daemon", address)
+        as_json = await run(*words, "--policy-version", "9", "--json", "--daemon", address)
+        aborted = await run(*words, "--policy-version", "9", "--daemon", address)
     assert shown.exit_code == 0, shown.output
     assert "version 5 (sync-5): done" in shown.stdout
     assert "staging 3 tensors, 42 B" in " ".join(shown.stderr.split())
@@ -119,7 +119,7 @@ async def test_publish_returns_when_the_sync_waits_for_the_barrier(tmp_path: Pat
     daemon = Daemon([[waits, DONE]])  # the sync would end only when the pause barrier closes
     words = [str(checkpoint(tmp_path / "c", sharded=False)), "--peer", "train0", "--peer-folder", str(home)]
     async with serving(daemon) as address:
-        shown = await run(*words, "--version", "5", "--next-pause", "--daemon", address)
+        shown = await run(*words, "--policy-version", "5", "--next-pause", "--daemon", address)
         daemon.may_end.set()
     assert shown.exit_code == 0, shown.output
     assert "orchestrrl sync install" in shown.stdout

@@ -182,7 +182,7 @@ def test_all_invalid_flags_are_reported_at_once() -> None:
         read_options(given)
     flags = [fault.split(":")[0] for fault in caught.value.faults]
     assert sorted(flags) == sorted(
-        ["--policy", "--affinity", "--affinity", "--pool", "--pool", "--affinity-slack", "--queue-depth"]
+        ["--policy", "--affinity", "--affinity", "--engine-pool", "--engine-pool", "--affinity-slack", "--queue-depth"]
     )
 
 

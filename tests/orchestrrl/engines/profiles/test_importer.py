@@ -208,7 +208,7 @@ class TestPackage:
             assert engine.provenance.fit_error_mean < 0.03
 
     def test_unknown_model_system_or_backend_is_a_fault(self) -> None:
-        with pytest.raises(ProblemFaults, match="--system: must be a system with data"):
+        with pytest.raises(ProblemFaults, match="--gpu: must be a system with data"):
             Aiconfigurator("Qwen/Qwen3-32B", "h999", "vllm")
-        with pytest.raises(ProblemFaults, match="--backend: must be one of"):
+        with pytest.raises(ProblemFaults, match="--engine-kind: must be one of"):
             Aiconfigurator("Qwen/Qwen3-32B", "h100_sxm", "none")

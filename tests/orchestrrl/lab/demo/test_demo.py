@@ -189,9 +189,9 @@ async def test_predicted_and_actual_times_are_of_the_same_moves(capsys: pytest.C
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        (["--engine", "sglang"], "--engine: must be one of simulated, vllm, got 'sglang'"),
-        (["--engine", "vllm", "--kv"], "--kv: requires --engine simulated, got 'vllm'"),
-        (["--engine", "vllm", "--redeploy"], "--redeploy: requires --engine simulated, got 'vllm'"),
+        (["--engine-kind", "sglang"], "--engine-kind: must be one of simulated, vllm, got 'sglang'"),
+        (["--engine-kind", "vllm", "--kv"], "--kv: requires --engine-kind simulated, got 'vllm'"),
+        (["--engine-kind", "vllm", "--redeploy"], "--redeploy: requires --engine-kind simulated, got 'vllm'"),
         (["--redeploy", "--kv"], "--redeploy: cannot be combined with --kv"),
         (["--seeds", "1,x,-2"], "--seeds[1]: must be a whole number, got 'x'"),
     ],

@@ -32,8 +32,8 @@ def test_settings_report_all_faults_at_once() -> None:
         settings_of(words)
     named = {fault.partition(":")[0] for fault in raised.value.faults}
     assert named == {
-        "--id", "--daemon", "--engine[0]", "--engine[2]", "--ranks-of[0]", "--ranks-of[1]", "--product", "--folder",
-        "--transport", "--gpu", "--tp, --pp, --ep", "--nic-gbps", "--poll-engines-s",
+        "--id", "--daemon", "--engine[0]", "--engine[2]", "--ranks-of[0]", "--ranks-of[1]", "--engine-kind", "--folder",
+        "--transport", "--site-gpu", "--tp, --pp, --ep", "--nic-gbps", "--poll-engines-s",
     }  # fmt: skip
 
 

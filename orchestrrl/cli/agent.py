@@ -18,7 +18,6 @@ from orchestrrl.cli.garbage import keep_loaded
 from orchestrrl.cli.output import raise_faults
 from orchestrrl.cli.running import LogLevelOption, log_level_faults, serve
 from orchestrrl.core.addresses import DEFAULT_TARGET
-from orchestrrl.core.engine_arguments import parse_engines
 
 if TYPE_CHECKING:
     from orchestrrl.agent.watch import HealthLimits
@@ -63,6 +62,7 @@ def agent(
     from orchestrrl.agent.probe_link import WindowReporter
     from orchestrrl.agent.watch import HealthLimits
     from orchestrrl.core.clock import WallClock
+    from orchestrrl.core.engine_arguments import parse_engines
     from orchestrrl.engines.base import connect
     from orchestrrl.rpc.channel import first_of
     from planner.model import NodeId

@@ -19,12 +19,12 @@ NO_CONFIG = Path(os.devnull)  # an empty file is a valid configuration
 ConfigOption = Annotated[
     Path, typer.Option("--config", "-c", show_default=False, metavar="FILE", help="The configuration file (YAML).")
 ]
-ModeOption = Annotated[Mode | None, typer.Option(help="Override the mode in the file.")]
+ModeOverride = Annotated[Mode | None, typer.Option(help="Override the mode in the file.")]
 
 
 def daemon(
     config: ConfigOption = NO_CONFIG,
-    mode: ModeOption = None,
+    mode: ModeOverride = None,
     listen: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Override the address in the file. Port 0: a free port.")
     ] = None,

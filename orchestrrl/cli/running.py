@@ -20,13 +20,9 @@ def log_level_faults(level: str) -> list[str]:
     return choice_faults("--log-level", level, LOG_LEVELS)
 
 
-def log_to_stderr(level: str) -> None:
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-
 def serve(service: Coroutine[Any, Any, None], log_level: str) -> None:
     """Run a service until it receives a stop signal. Its log is written to standard error."""
-    log_to_stderr(log_level)
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     until_stopped(service)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from orchestrrl.cli.command import DAEMON_VARIABLE, listen_address, with_flags
-from orchestrrl.cli.daemon import NO_CONFIG, ConfigOption, ModeOption
+from orchestrrl.cli.daemon import NO_CONFIG, ConfigOption, ModeOverride
 from orchestrrl.cli.gateway import GatewayFlags, ServingFlags
 from orchestrrl.cli.output import print_line, raise_faults
 from orchestrrl.cli.running import LEAVE_SIGNALS, until_stopped
@@ -27,7 +27,7 @@ class UpFlags(ServingFlags):
     """The options of `orchestrrl up`, before validation."""
 
     config: ConfigOption = NO_CONFIG
-    mode: ModeOption = None
+    mode: ModeOverride = None
     daemon: Annotated[
         str | None,
         typer.Option(

@@ -17,4 +17,4 @@ def restart_pause_s(failures: int) -> float | None:
     the process is not restarted any more."""
     if failures >= MOST_FAILURES:
         return None
-    return min(FIRST_PAUSE_S * 2 ** (failures - 1), LONGEST_PAUSE_S)
+    return min(FIRST_PAUSE_S * 2.0 ** (failures - 1), LONGEST_PAUSE_S)

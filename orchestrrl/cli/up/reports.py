@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
+from orchestrrl.core.addresses import without_login
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.engines.base import connect
@@ -24,11 +25,11 @@ async def report_engine(kind: str, engine: EngineId, url: str, report: Report, c
             except OrchestrRLError as error:
                 if str(error) != reason:
                     reason = str(error)
-                    report(f"engine {engine}: {url}, no answer yet: {reason}")
+                    report(f"engine {engine}: no answer yet: {reason}")
                 await clock.sleep(POLL_S)
                 continue
             models = ", ".join(found.models) or "no model"
-            report(f"engine {engine}: {url}, {models}, {found.engine} {found.version}")
+            report(f"engine {engine}: {without_login(url)}, {models}, {found.engine} {found.version}")
             return
     finally:
         await client.close()

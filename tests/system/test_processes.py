@@ -113,7 +113,7 @@ def test_all_invalid_flags_are_reported_at_once() -> None:
     assert result.returncode == 2
     assert result.stdout == ""
     lines = result.stderr.splitlines()
-    named = ["listen", "engine", "engine", "daemon", "policy", "stall-s", "log-level", "engine-kind"]
+    named = ["listen", "engine[0]", "engine[1]", "daemon", "policy", "stall-s", "log-level", "engine-kind"]
     assert [line.split(":")[0] for line in lines] == [f"--{name}" for name in named]
     assert "must be one of simulated, vllm" in result.stderr
 

@@ -39,6 +39,14 @@ class ServingFlags:
     policy: Annotated[str, typer.Option(help="load_index | least_tokens | prefix_affinity | round_robin")] = (
         "load_index"
     )
+    reseed: Annotated[
+        bool,
+        typer.Option(
+            "--reseed",
+            help="Let requests with a seed move and fail over. They continue with a seed derived from their own, which "
+            "the answer states. The header X-Reseed: true or false overrides this. Recommended for RL.",
+        ),
+    ] = False
     drain_s: Annotated[float, typer.Option(help="Seconds that running requests have to finish after SIGTERM.")] = 30.0
     processes: Annotated[
         int, typer.Option(help="Processes that serve the port. The daemon treats each as one gateway.")

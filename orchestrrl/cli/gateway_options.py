@@ -57,7 +57,7 @@ def read_options(flags: "GatewayFlags") -> GatewayOptions:
         engines=tuple(map(EngineRoute, engines.keys(), engines.values())),
         routing=RoutingPolicy(flags.policy, tags, flags.affinity_slack, flags.queue_depth, pools),
         limits=RelayLimits(**fields(flags, "engine_wait_s stall_s coalesce_tokens")),
-        **fields(flags, "engine_kind daemon report_interval_s drain_s processes log_level"),
+        **fields(flags, "engine_kind daemon report_interval_s drain_s processes log_level reseed"),
         keep=keep,
     )
 

@@ -12,8 +12,9 @@ from orchestrrl.engines.handover import loading, saving
 from orchestrrl.engines.openai_chunks import other_answer_fields
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.moves.detokenizer import text_after_cut
-from orchestrrl.gateway.moves.movable import MOST_TOKENS, PORTABLE_FIELDS, UNTIED_FIELDS, continued
+from orchestrrl.gateway.moves.movable import MOST_TOKENS, PORTABLE_FIELDS, UNTIED_FIELDS, continued, sampling_fields
 from orchestrrl.gateway.moves.move import MoveInProgress, left_by, wait_s
+from orchestrrl.gateway.moves.reseed import reseeded_fields
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends
 
@@ -33,6 +34,7 @@ class EngineAttempt:
         self._continues = bool(record.generated_ids)
         self.joinable = True  # False: the engine's fields describe only the last part of the answer
         self._gathered = False  # the engine collects several tokens per chunk
+        self._announced: Mapping[str, Any] = {}  # choice fields for the chunk with the attempt's first tokens
         self.left = left_by(record, backend, fleet)  # the KV that remains when the attempt is cut
 
     async def decide_form(self) -> None:
@@ -81,6 +83,8 @@ class EngineAttempt:
         assert record.prompt_ids is not None
         assert record.max_tokens is not None
         body = continued(record.endpoint, record.body, record.prompt_ids, record.generated_ids, record.max_tokens)
+        sampling = sampling_fields(record.endpoint, record.body)
+        self._announced = reseeded_fields(sampling, len(record.generated_ids))
         return GenerationRequest(
             record.attempt_id, CompletionEndpoint.COMPLETIONS, {**body, **kv}, coalesce_tokens, record.headers
         )
@@ -198,6 +202,9 @@ class EngineAttempt:
         record, backend = self._record, self._backend
         now_s = self._fleet.clock.now_s()
         was, context_before = record.state, record.context_tokens
+        if self._announced and chunk.token_ids:
+            chunk = replace(chunk, choice_fields={**(chunk.choice_fields or {}), **self._announced})
+            self._announced = {}
         extra = _parsed_fields(chunk) if endpoint is CompletionEndpoint.CHAT else None
         version = backend.policy_version
         if version != self._version:

@@ -70,6 +70,7 @@ class GatewayOptions:
     drain_s: float
     processes: int
     log_level: str
+    reseed: bool = False  # seeded requests may continue with another seed
     keep: RetentionPolicy | None = None  # for answers to requests with a client's id; None: they are not stored
 
     def operator_port_at(self, place: ProcessPlace | None) -> int:
@@ -112,7 +113,7 @@ async def serve(
     daemon = None if options.daemon is None else partial(ask_daemon, options.daemon)
     elsewhere = partial(move_elsewhere, options.daemon) if options.daemon is not None and place is not None else None
     barrier = PauseEndpoints(core, daemon, alone=place is None)
-    server = GatewayServer(core, barrier=barrier, elsewhere=elsewhere)
+    server = GatewayServer(core, barrier=barrier, elsewhere=elsewhere, reseed=options.reseed)
     with listening("listen", options.host, options.port):
         core.url = await server.start(options.host, 0 if place else options.port)
     operator_port = options.operator_port_at(place)

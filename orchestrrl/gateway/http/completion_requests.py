@@ -15,6 +15,7 @@ from orchestrrl.gateway.http.field_types import HttpRefusal, name_set, raise_fau
 from orchestrrl.gateway.http.responses import ResponseForm
 from orchestrrl.gateway.ledger.ledger import OnStale, RequestRecord
 from orchestrrl.gateway.moves.movable import immovable_because, max_answer_tokens, relayed_because
+from orchestrrl.gateway.moves.reseed import RESEED_HEADER, reseed_allowed, seed_of
 from planner.model import RequestId
 
 MAX_ANSWERS = 4096  # answers to one body
@@ -60,13 +61,20 @@ def read_completion_request(
     default_model: str,
     now_s: float,
     headers: tuple[tuple[str, str], ...] = (),
+    reseed: bool = False,
+    reseed_header: str | None = None,
 ) -> CompletionRequest:
     """Return the parsed body with one record per answer. `headers` are the client's headers that are forwarded to
-    engines. Raises HttpRefusal with all faults if the body, the request id, the group or the tag is invalid."""
+    engines. `reseed` is the gateway's setting, which the header `X-Reseed` overrides. Raises HttpRefusal with all
+    faults if the body or a header is invalid."""
     if not isinstance(body, dict):
         raise HttpRefusal(f"the body must be a JSON object, got {shown(body)}")
     prompts = _prompts(body) if endpoint is CompletionEndpoint.COMPLETIONS else [None]
-    raise_faults([*_header_faults(request_id, group, tag), *_body_faults(endpoint, body, len(prompts))])
+    may_reseed = reseed_allowed(reseed_header, reseed)
+    faults = [*_header_faults(request_id, group, tag), *_body_faults(endpoint, body, len(prompts))]
+    if may_reseed is None:
+        faults.insert(0, (RESEED_HEADER, f"must be true or false, got {shown(reseed_header)}"))
+    raise_faults(faults)
     body = with_types(endpoint, body)
     answers = body.get("n") or 1
     streaming = bool(body.get("stream"))
@@ -76,7 +84,7 @@ def read_completion_request(
     max_tokens = max_answer_tokens(endpoint, body)
     relayed = relayed_because(endpoint, body)
     pinned = next((f"{name}: names a rank of one engine" for name, _ in headers if name.lower() == _RANK_HEADER), "")
-    because = immovable_because(endpoint, body) or pinned
+    because = immovable_because(endpoint, body, reseed=bool(may_reseed)) or pinned
     form_fields = {name: body[name] for name in _FORM_FIELDS if name in body}
     single = len(prompts) * answers == 1
     records = []
@@ -197,8 +205,8 @@ def _own_body(shared: Mapping[str, Any], prompt: str | list[int] | None, sample:
     body = dict(shared)
     if prompt is not None:
         body["prompt"] = prompt
-    if sample is not None and isinstance(body.get("seed"), int):
-        body["seed"] += sample
+    if sample is not None and (seed := seed_of(body)) is not None:
+        body["seed"] = seed + sample
     return body
 
 

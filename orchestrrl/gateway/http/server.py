@@ -29,6 +29,7 @@ from orchestrrl.gateway.http.pause import PauseEndpoints
 from orchestrrl.gateway.http.responses import DONE, ChunkWriter, event, response, usage_chunk
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.metrics import GatewayCollector
+from orchestrrl.gateway.moves.reseed import RESEED_HEADER
 from planner.model import EngineId, MoveMethod, RequestId, RequestMove
 
 DRAIN_POLL_S = 0.05
@@ -54,7 +55,7 @@ _HOP_BY_HOP = name_set(
 _OWN = name_set(
     """
     accept accept-charset accept-encoding expect host if-match if-modified-since if-none-match if-range
-    if-unmodified-since range x-group-id x-request-id x-tag
+    if-unmodified-since range x-group-id x-request-id x-reseed x-tag
     """
 )
 KEPT_HERE = _HOP_BY_HOP | _OWN
@@ -91,11 +92,17 @@ class GatewayServer:
     stop it."""
 
     def __init__(
-        self, gateway: Gateway, *, barrier: PauseEndpoints | None = None, elsewhere: Elsewhere | None = None
+        self,
+        gateway: Gateway,
+        *,
+        barrier: PauseEndpoints | None = None,
+        elsewhere: Elsewhere | None = None,
+        reseed: bool = False,
     ) -> None:
         """Create the server. `elsewhere` is a function that moves a request held by another gateway. It is None if this
-        server cannot move such requests."""
+        server cannot move such requests. `reseed` allows seeded requests to continue with another seed."""
         self._gateway = gateway
+        self._reseed = reseed
         self._draining = False
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(GatewayCollector(gateway))
@@ -211,6 +218,8 @@ class GatewayServer:
             default_model=self._gateway.default_model(),
             now_s=self._gateway.clock.now_s(),
             headers=headers,
+            reseed=self._reseed,
+            reseed_header=request.fields.get(RESEED_HEADER.lower()),
         )
         return self._gateway.request_group(ask, _named(body, headers) if name else None)
 

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 from orchestrrl.engines.base import Chunk, CompletionEndpoint, TokenLogprob
 from orchestrrl.gateway.ledger.ledger import RequestRecord
+from orchestrrl.gateway.moves.reseed import RESEEDED
 
-_FINAL_FIELDS = ("stop_reason", "choice_fields", "answer_fields", "usage")
+_FINAL_FIELDS = ("stop_reason", "answer_fields", "usage")
 # Fields that shape the response but do not identify the request.
 _FORM = frozenset({"stream", "stream_options", "return_policy_versions", "request_id"})
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
@@ -88,7 +89,7 @@ class RecordCutter:
     def restart(self) -> None:
         """Start over, so that the next piece has number 0 and contains the whole answer so far."""
         self._ids = self.record.generated_ids
-        self._number = self._tokens = self._chars = self._logprobs = self._extras = 0
+        self._number = self._tokens = self._chars = self._logprobs = self._extras = self._seeds = 0
         self._prompt_logged = self._prompt_given
         self._ended = False
 
@@ -101,6 +102,7 @@ class RecordCutter:
         self._chars = len(record.text)
         self._logprobs = len(record.logprobs or ())
         self._extras = len(record.extras)
+        self._seeds = len(record.choice_fields.get(RESEEDED, ()))
         self._prompt_logged = True
         self._ended = record.finish_reason is not None
 
@@ -166,9 +168,16 @@ class RecordCutter:
             self._extras = len(record.extras)
         if record.immovable_because:
             more["immovable_because"] = record.immovable_because
+        fields = {}
+        if new_seeds := record.choice_fields.get(RESEEDED, [])[self._seeds :]:
+            fields[RESEEDED] = new_seeds
+            self._seeds += len(new_seeds)
         if ends is not None:
             final = {name: getattr(record, name) for name in _FINAL_FIELDS}
             more.update({name: value for name, value in final.items() if value not in (None, {})})
+            fields = {name: value for name, value in record.choice_fields.items() if name != RESEEDED} | fields
+        if fields:
+            more["choice_fields"] = fields
         return more
 
 

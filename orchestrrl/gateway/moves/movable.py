@@ -11,6 +11,7 @@ from typing import Any
 from orchestrrl.core.errors import cut, path_of
 from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.gateway.http.field_types import TYPED_FIELDS, name_set
+from orchestrrl.gateway.moves.reseed import drawing_seed, seed_at
 
 # OpenAI's default for completions, which vLLM follows. A chat answer may fill the engine's context.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -86,12 +87,19 @@ _CHAT_ONLY = name_set(
 _PROMPT_SHAPING = name_set("prompt suffix truncate_prompt_tokens truncation_side add_special_tokens")
 
 
-def immovable_because(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> str:
-    """Return the reason why a running request may not continue on another engine, or "" if it may continue."""
+def sampling_fields(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields that control sampling. Completions and chats have them in the body itself."""
+    return body
+
+
+def immovable_because(endpoint: CompletionEndpoint, body: Mapping[str, Any], *, reseed: bool = False) -> str:
+    """Return the reason why a running request may not continue on another engine, or "" if it may continue. `reseed` is
+    True if seeded sampling may continue with another seed (reseed.py)."""
     if relayed := relayed_because(endpoint, body):
         return relayed
-    for name in sorted(body.keys() & _LOOKED_AT):
-        value = body[name]
+    sampling = sampling_fields(endpoint, body)
+    for name in sorted(sampling.keys() & _LOOKED_AT):
+        value = sampling[name]
         if name in _TIED:
             if value and not (name == "tools" and body.get("tool_choice") == "none"):
                 return f"{name}: {_TIED[name]}"
@@ -99,10 +107,8 @@ def immovable_because(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> 
             return "best_of: several answers are generated and one is chosen at the end"
         elif name == "response_format" and isinstance(value, Mapping) and value.get("type") != "text":
             return "response_format: a grammar starts where the answer began"
-        elif name == "seed" and value is not None and body.get("temperature") != 0:
-            # The engine seeds its generator when a request arrives, so a continued request would repeat the first
-            # tokens' random numbers. Greedy decoding uses none.
-            return "seed: the seeded draws would start over"
+        elif name == "seed" and not reseed and drawing_seed(sampling) is not None:
+            return "seed: the seeded draws would start over; start the gateway with --reseed or send X-Reseed: true"
     if endpoint is CompletionEndpoint.CHAT and _has_media(body.get("messages")):
         return "messages: images, audio and video do not consist of tokens"
     unknown = min((name for name in body if name not in KNOWN_FIELDS and body[name] is not None), default=None)
@@ -155,13 +161,22 @@ def continued(
     """Return the body of a completion that continues after `generated_ids`. `max_tokens` is the limit for the whole
     answer and must exceed the number of generated tokens."""
     dropped = _PROMPT_SHAPING | _CHAT_ONLY if endpoint is CompletionEndpoint.CHAT else _PROMPT_SHAPING
-    new = {name: value for name, value in body.items() if name not in dropped}
+    sampling = continued_sampling(sampling_fields(endpoint, body), len(generated_ids), max_tokens)
+    new = {name: value for name, value in sampling.items() if name not in dropped}
     new["prompt"] = [*prompt_ids, *generated_ids]
     # The ids already contain the special tokens at the start of the prompt.
     new["add_special_tokens"] = False
-    new["max_tokens"] = max_tokens - len(generated_ids)
-    if isinstance(body.get("min_tokens"), int):
-        new["min_tokens"] = max(0, body["min_tokens"] - len(generated_ids))
     if endpoint is CompletionEndpoint.CHAT and body.get("logprobs"):
         new["logprobs"] = body.get("top_logprobs") or 0
+    return new
+
+
+def continued_sampling(sampling: Mapping[str, Any], position: int, max_tokens: int) -> dict[str, Any]:
+    """Return the sampling fields of a request that continues after `position` generated tokens. `max_tokens` is the
+    limit for the whole answer."""
+    new = {**sampling, "max_tokens": max_tokens - position}
+    if isinstance(sampling.get("min_tokens"), int):
+        new["min_tokens"] = max(0, sampling["min_tokens"] - position)
+    if (seed := drawing_seed(sampling)) is not None:
+        new["seed"] = seed_at(seed, position)
     return new

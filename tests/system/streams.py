@@ -15,6 +15,8 @@ class Answer:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     finish_reasons: int = 0
+    stop_reason: int | str | None = None
+    reseeded: list[dict[str, int]] = field(default_factory=list)
     usage: dict[str, Any] | None = None
 
     def add(self, event: dict[str, Any]) -> None:
@@ -28,8 +30,10 @@ class Answer:
             logprobs = choice.get("logprobs") or {}
             self.logprobs += logprobs.get("token_logprobs") or []
             self.logprobs += [item["logprob"] for item in logprobs.get("content") or []]
+            self.reseeded += choice.get("reseeded") or []
             if choice.get("finish_reason") is not None:
                 self.finish_reason = choice["finish_reason"]
+                self.stop_reason = choice.get("stop_reason")
                 self.finish_reasons += 1
         if event.get("usage"):
             names = ("prompt_tokens", "completion_tokens", "total_tokens")

@@ -5,6 +5,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
@@ -18,6 +19,7 @@ from orchestrrl.core.operations import (
 )
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.http.server import GatewayServer
+from orchestrrl.gateway.moves.reseed import seed_at
 from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends
 from orchestrrl.lab.testbed.engines import LocalEngine
@@ -61,7 +63,7 @@ class Harness:
         self.gateway.set_routes(
             [EngineRoute(EngineId(f"e{i}"), engine.url, kv_version=kv_version) for i, engine in enumerate(engines)]
         )
-        self.server = GatewayServer(self.gateway)
+        self.server = GatewayServer(self.gateway, reseed=True)
         self.url = ""
 
     async def ask(self, url: str, path: str, body: dict[str, Any], request_id: str = "", *, stream: bool) -> Answer:
@@ -149,6 +151,30 @@ async def test_moved_answer_equals_the_undisturbed_one(harness: Harness, ask: tu
         while not harness.gateway.ledger.finished:
             await asyncio.sleep(0.01)
     assert harness.gateway.ledger.finished[-1].moves == 3
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_reseeded_answer_equals_requests_with_the_announced_seeds(harness: Harness, stream: bool) -> None:
+    """The comparison runs on one bare server: one request per part of the answer, with the part's seed."""
+    path, body = COMPLETION
+    body = {**body, "temperature": 1.0, "seed": 5, "max_tokens": 90}
+    harness.pause_registry.extend((20, 30))
+    asking = asyncio.create_task(harness.ask(harness.url, path, body, "seeded", stream=stream))
+    results = await moved_at(harness, "seeded", asking, 20, 50)
+    assert all(result.done for result in results)
+    answer = await asking
+    cuts = [each["position"] for each in answer.reseeded]
+    assert len(cuts) == len(results) > 0
+    assert answer.reseeded == [{"position": position, "seed": seed_at(5, position)} for position in cuts]
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    for start, end in pairwise([0, *cuts, 90]):
+        part = {**body, "prompt": [*body["prompt"], *token_ids], "seed": seed_at(5, start), "max_tokens": end - start}
+        reference = await harness.ask(harness.engines[0].url, path, part, stream=False)
+        token_ids += reference.token_ids
+        logprobs += reference.logprobs
+    assert answer.token_ids == token_ids
+    assert answer.logprobs == pytest.approx(logprobs, abs=1e-4)
 
 
 async def test_text_is_correct_for_every_position_of_the_cut(harness: Harness) -> None:

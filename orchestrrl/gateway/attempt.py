@@ -11,10 +11,12 @@ from orchestrrl.engines.base import Chunk, CompletionEndpoint, GenerationRequest
 from orchestrrl.engines.handover import loading, saving
 from orchestrrl.engines.openai_chunks import other_answer_fields
 from orchestrrl.gateway.ledger.ledger import RequestRecord
-from orchestrrl.gateway.moves.detokenizer import text_after_cut
+from orchestrrl.gateway.moves.detokenizer import TextAfterCut, text_after_cut
 from orchestrrl.gateway.moves.movable import MOST_TOKENS, PORTABLE_FIELDS, UNTIED_FIELDS, continued, sampling_fields
 from orchestrrl.gateway.moves.move import MoveInProgress, left_by, wait_s
 from orchestrrl.gateway.moves.reseed import reseeded_fields
+from orchestrrl.gateway.moves.stop_strings import stop_strings
+from orchestrrl.gateway.moves.stops_after_cut import StopsAfterCut, TextUnknown, stops_after_cut
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends
 
@@ -34,6 +36,7 @@ class EngineAttempt:
         self._continues = bool(record.generated_ids)
         self.joinable = True  # False: the engine's fields describe only the last part of the answer
         self._gathered = False  # the engine collects several tokens per chunk
+        self._stops = bool(stop_strings(sampling_fields(record.endpoint, record.body)))
         self._announced: Mapping[str, Any] = {}  # choice fields for the chunk with the attempt's first tokens
         self.left = left_by(record, backend, fleet)  # the KV that remains when the attempt is cut
 
@@ -72,6 +75,8 @@ class EngineAttempt:
         """Return the request for the engine: the original request, or a request that continues after the generated
         tokens. `move` is the move that brought the request to this engine, if there was one."""
         record = self._record
+        if self._stops and record.generated_ids:
+            coalesce_tokens = 1  # the engine would generate further tokens after a stop string
         self._gathered = coalesce_tokens > 1
         if record.relayed:
             whole = {**record.body, **record.form_fields}
@@ -110,13 +115,17 @@ class EngineAttempt:
         # The Engine protocol guarantees that the iterator has aclose().
         stream = cast("AsyncGenerator[Chunk, None]", backend.engine.generate(request))
         # The engine prefills the context at the same time.
-        opening = asyncio.create_task(text_after_cut(record, backend, self._fleet)) if record.generated_ids else None
-        splice = None
+        opening = asyncio.create_task(self._text_after_cut()) if record.generated_ids else None
+        splice = stops = None
         try:
             async for chunk in stream:
                 if opening is not None:
-                    splice, opening = await opening, None
+                    (splice, stops), opening = await opening, None
                 text = chunk.text if splice is None else await splice.text(chunk)
+                if stops is not None:
+                    chunk, text = await stops.take(chunk, text)
+                elif self._stops and chunk.finish_reason == "abort":
+                    text = ""  # it may begin a stop string; it is decoded again after the cut
                 if chunk.choice_fields or chunk.answer_fields or chunk.usage:
                     chunk = self._joined(chunk)
                     if not self.joinable:
@@ -135,6 +144,10 @@ class EngineAttempt:
                     splice = splice if splice.open else None
                 if finished or given_up:
                     return finished
+        except TextUnknown as error:
+            record.immovable_because = f"stop: {error}"
+            self.joinable = False
+            return False
         finally:
             if opening is not None:
                 opening.cancel()
@@ -144,6 +157,10 @@ class EngineAttempt:
                 if opening is not None:
                     await asyncio.gather(opening, return_exceptions=True)
         raise OutcomeUnknown(f"engine {backend.id} ended request {request.request_id} without a finish_reason")
+
+    async def _text_after_cut(self) -> tuple[TextAfterCut | None, StopsAfterCut | None]:
+        after = self._record, self._backend, self._fleet
+        return await text_after_cut(*after), await stops_after_cut(*after)
 
     def step_s(self) -> float:
         """Return the mean time per token after the first chunk, in seconds, or 0 if no tokens followed the first

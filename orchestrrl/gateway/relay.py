@@ -19,6 +19,7 @@ from orchestrrl.gateway.attempt import EngineAttempt
 from orchestrrl.gateway.http.responses import error_body
 from orchestrrl.gateway.ledger.ledger import RequestFailure, RequestRecord
 from orchestrrl.gateway.moves.move import MoveInProgress, MoveRefused
+from orchestrrl.gateway.moves.stops_after_cut import TextUnknown, stops_after_cut
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends, NoBackend
 from planner.model import EngineId, MoveMethod, RequestMove, RequestState
@@ -135,6 +136,7 @@ class RequestRelay:
         """Stop the request on its engine and continue it on `target`. Waits up to about `move_answer_s` seconds for the
         outcome or, if that is longer, up to twice the move's predicted time, but no longer than `slow_move_answer_s`.
         Raises MoveRefused if the request cannot leave its engine or `target` cannot accept it."""
+        await self._check_decodable()
         self._check_movable()
         if target is self.backend:
             raise MoveRefused(f"the request is already assigned to engine {target.id}")
@@ -239,6 +241,15 @@ class RequestRelay:
             raise MoveRefused("the request is changing engines; try again later")
         if record.fixed_because:
             raise MoveRefused(f"the request cannot continue on another engine: {record.fixed_because}")
+
+    async def _check_decodable(self) -> None:
+        """Raise MoveRefused if the request has stop strings and its text cannot be decoded for the next engine."""
+        if self.backend is None or self.record.fixed_because:
+            return
+        try:
+            await stops_after_cut(self.record, self.backend, self._fleet)
+        except TextUnknown as error:
+            raise MoveRefused(f"the request cannot continue on another engine: stop: {error}") from error
 
     def _answer_move(self, done: bool, detail: str = "") -> None:
         """Report the outcome of the current move, if there is one, and clear the move."""

@@ -18,6 +18,8 @@ from functools import partial
 from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.engines.base import Chunk
 from orchestrrl.gateway.ledger.ledger import RequestRecord
+from orchestrrl.gateway.moves.movable import sampling_fields
+from orchestrrl.gateway.moves.stop_strings import stop_strings
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends
 
@@ -107,12 +109,19 @@ class TextAfterCut:
         return unsent(chunk, self._record) if chunk.text else ""
 
 
+def last_tokens(record: RequestRecord) -> list[int]:
+    """Return the last tokens of the context, which are enough to decode the text of the next tokens."""
+    return [*(record.prompt_ids or ())[-WINDOW_TOKENS:], *record.generated_ids[-WINDOW_TOKENS:]][-WINDOW_TOKENS:]
+
+
 async def text_after_cut(record: RequestRecord, backend: EngineBackend, fleet: EngineBackends) -> TextAfterCut | None:
     """Return the TextAfterCut for the record, or None if the record has no tokens or its tokens end with a complete
     character."""
-    if record.text_complete or not record.generated_ids:
+    # With stop strings, the text also lacks characters that were withheld.
+    complete = record.text_complete and not stop_strings(sampling_fields(record.endpoint, record.body))
+    if complete or not record.generated_ids:
         return None
-    window = [*(record.prompt_ids or ())[-WINDOW_TOKENS:], *record.generated_ids[-WINDOW_TOKENS:]][-WINDOW_TOKENS:]
+    window = last_tokens(record)
     decode = partial(detokenize, fleet, backend)
     text: str | None = None
     with suppress(Permanent):

@@ -31,8 +31,7 @@ _TIED: Mapping[str, str] = {
     # Parsers of tool calls and of reasoning read the answer from its beginning, and only for chat.
     "tools": "tool calls are parsed from the answer's beginning",
     "thinking_token_budget": "the budget counts from where the answer began",
-    # A stop string may span the cut, and the first engine may have withheld its beginning.
-    "stop": "a stop string may span the cut",
+    "stop": "stop strings are matched in text, which this endpoint does not return",
     # Bad words of several tokens are matched against generated tokens only.
     "bad_words": "a bad word may span the cut",
     "repetition_detection": "counts generated tokens only",
@@ -83,6 +82,7 @@ _CHAT_ONLY = name_set(
     media_io_kwargs mm_processor_kwargs return_prompt_text
     """
 )
+_TEXT_ENDPOINTS = frozenset({CompletionEndpoint.COMPLETIONS, CompletionEndpoint.CHAT})
 # The first engine has already truncated and completed the prompt; a second time would change it.
 _PROMPT_SHAPING = name_set("prompt suffix truncate_prompt_tokens truncation_side add_special_tokens")
 
@@ -101,7 +101,7 @@ def immovable_because(endpoint: CompletionEndpoint, body: Mapping[str, Any], *, 
     for name in sorted(sampling.keys() & _LOOKED_AT):
         value = sampling[name]
         if name in _TIED:
-            if value and not (name == "tools" and body.get("tool_choice") == "none"):
+            if value and not _is_harmless(endpoint, sampling, name):
                 return f"{name}: {_TIED[name]}"
         elif name == "best_of" and isinstance(value, int) and value > 1:
             return "best_of: several answers are generated and one is chosen at the end"
@@ -113,6 +113,13 @@ def immovable_because(endpoint: CompletionEndpoint, body: Mapping[str, Any], *, 
         return "messages: images, audio and video do not consist of tokens"
     unknown = min((name for name in body if name not in KNOWN_FIELDS and body[name] is not None), default=None)
     return "" if unknown is None else f"{cut(path_of((unknown,)))}: is unknown and may depend on where the answer began"
+
+
+def _is_harmless(endpoint: CompletionEndpoint, sampling: Mapping[str, Any], name: str) -> bool:
+    """Return whether the request may continue on another engine despite its field `name`, which is in `_TIED`."""
+    if name == "stop":  # after a cut, the gateway matches stop strings itself (stop_strings.py)
+        return endpoint in _TEXT_ENDPOINTS
+    return name == "tools" and sampling.get("tool_choice") == "none"
 
 
 def relayed_because(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> str:
@@ -173,8 +180,9 @@ def continued(
 
 def continued_sampling(sampling: Mapping[str, Any], position: int, max_tokens: int) -> dict[str, Any]:
     """Return the sampling fields of a request that continues after `position` generated tokens. `max_tokens` is the
-    limit for the whole answer."""
+    limit for the whole answer. The gateway matches the stop strings itself."""
     new = {**sampling, "max_tokens": max_tokens - position}
+    new.pop("stop", None)
     if isinstance(sampling.get("min_tokens"), int):
         new["min_tokens"] = max(0, sampling["min_tokens"] - position)
     if (seed := drawing_seed(sampling)) is not None:

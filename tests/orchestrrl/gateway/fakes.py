@@ -23,10 +23,12 @@ from orchestrrl.gateway.http.completion_requests import CompletionRequest, read_
 from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends
 from planner.model import EngineId, NodeId
+from tests.orchestrrl.gateway.stop_reference import ReferenceDetokenizer
 
 # A token is a byte, so a character may need several; EOS ends an answer.
 CHARACTERS = [character.encode() for character in "ab é€漢😀"]
 EOS = 256
+WORDS = {300: b"ab", 301: "ab漢a".encode()}  # tokens of several characters, which the model does not generate
 MODEL_LENGTH = 4096
 
 
@@ -55,7 +57,8 @@ def _begun_character(context: Sequence[int]) -> bytes:
 
 
 def decode(tokens: Sequence[int]) -> str:
-    return bytes(token for token in tokens if token < 256).decode(errors="replace")
+    pieces = [bytes((token,)) if token < 256 else WORDS.get(token, b"") for token in tokens]
+    return b"".join(pieces).decode(errors="replace")
 
 
 class DecodeStream:
@@ -103,7 +106,7 @@ class Attempt:
     context: list[int]
     left: int
     min_left: int
-    stream: DecodeStream
+    detokenizer: ReferenceDetokenizer
     told_prompt: bool = False
 
 
@@ -146,7 +149,7 @@ class FakeEngine:
     def give_up_all(self) -> None:
         """Abort all requests, as a pause with mode ABORT does."""
         for attempt in self.attempts.values():
-            attempt.chunks.put_nowait(Chunk(finish_reason="abort"))
+            attempt.chunks.put_nowait(Chunk(text=attempt.detokenizer.news(ends=True), finish_reason="abort"))
         self.attempts.clear()
 
     def _break_all(self, error: Exception) -> None:
@@ -158,7 +161,7 @@ class FakeEngine:
         body = attempt.request.body
         tokens: list[int] = []
         logprobs: list[TokenLogprob] = []
-        text, finish_reason = "", None
+        finish_reason, detokenizer = None, attempt.detokenizer
         while len(tokens) < self.tokens_per_step and finish_reason is None:
             token = next_token(attempt.context, may_stop=attempt.min_left <= 0)
             logprobs.append(logprob_of(attempt.context, token))
@@ -166,10 +169,10 @@ class FakeEngine:
             tokens.append(token)
             attempt.left -= 1
             attempt.min_left -= 1
-            if token == EOS:
+            detokenizer.add(None if token == EOS else token)
+            if token == EOS or detokenizer.matched is not None:
                 finish_reason = "stop"
             else:
-                text += attempt.stream.step(token)
                 finish_reason = "length" if attempt.left == 0 else None
         prompt = None
         if not attempt.told_prompt:
@@ -180,10 +183,11 @@ class FakeEngine:
         attempt.chunks.put_nowait(
             Chunk(
                 token_ids=tuple(tokens),
-                text=text,
+                text=detokenizer.news(ends=finish_reason is not None),
                 prompt_token_ids=prompt,
                 logprobs=tuple(logprobs) if asked else None,
                 finish_reason=finish_reason,
+                stop_reason=detokenizer.matched,
             )
         )
         if finish_reason is not None:
@@ -203,7 +207,12 @@ class FakeEngine:
             limit = 16 if request.endpoint is CompletionEndpoint.COMPLETIONS else MODEL_LENGTH - len(prompt)
         assert limit >= 1
         attempt = Attempt(
-            request, asyncio.Queue(), list(prompt), limit, request.body.get("min_tokens") or 0, DecodeStream(prompt)
+            request,
+            asyncio.Queue(),
+            list(prompt),
+            limit,
+            request.body.get("min_tokens") or 0,
+            ReferenceDetokenizer(request.body, DecodeStream(prompt).step),
         )
         self.attempts[request.request_id] = attempt
         try:

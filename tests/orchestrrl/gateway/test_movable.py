@@ -28,8 +28,6 @@ COMPLETIONS, CHAT = CompletionEndpoint.COMPLETIONS, CompletionEndpoint.CHAT
         {"prompt_logprobs": 3},
         {"use_beam_search": True},
         {"best_of": 2},
-        {"stop": "x"},
-        {"stop": ["x"]},
         {"bad_words": ["x y"]},
         {"logits_processors": ["f"]},
         {"vllm_xargs": {"a": 1}},

@@ -177,6 +177,29 @@ async def test_reseeded_answer_equals_requests_with_the_announced_seeds(harness:
     assert answer.logprobs == pytest.approx(logprobs, abs=1e-4)
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_stop_string_across_the_cut_ends_the_answer(harness: Harness, stream: bool) -> None:
+    path, body = COMPLETION
+    body = {**body, "max_tokens": 80}
+    url = harness.engines[0].url
+    text = (await harness.ask(url, path, body, stream=False)).text
+    for tokens, included in ((9, False), (26, True), (43, False)):
+        before = (await harness.ask(url, path, {**body, "max_tokens": tokens}, stream=False)).text
+        stop = text[len(before) - 3 : len(before) + 24]
+        asked = {**body, "stop": [stop, "never"], "include_stop_str_in_output": included}
+        undisturbed = await harness.ask(url, path, asked, stream=stream)
+        assert (undisturbed.finish_reason, undisturbed.stop_reason) == ("stop", stop)
+        assert tokens < len(undisturbed.token_ids) < 80
+        harness.pause_registry.append(tokens)
+        asking = asyncio.create_task(harness.ask(harness.url, path, asked, f"stop-{tokens}", stream=stream))
+        result = await harness.move(f"stop-{tokens}", tokens)
+        answer = await asking
+        assert result.done, result.detail
+        assert answer.token_ids == undisturbed.token_ids
+        assert (answer.text, answer.finish_reason, answer.stop_reason) == (undisturbed.text, "stop", stop)
+        assert answer.logprobs == pytest.approx(undisturbed.logprobs, abs=1e-3)
+
+
 async def test_text_is_correct_for_every_position_of_the_cut(harness: Harness) -> None:
     """Random weights generate many incomplete characters; the request is cut after each of several tokens."""
     path, body = COMPLETION

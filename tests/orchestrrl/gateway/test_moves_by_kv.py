@@ -218,7 +218,7 @@ async def test_engine_saves_no_kv_if_no_other_engine_can_load_it(other: str) -> 
 
 async def test_immovable_request_saves_no_kv() -> None:
     w, _ = handing_world()
-    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS, stop=["never"])) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS, presence_penalty=1.0)) as job:
         await begun(w, job)
         here, *_ = source_of(w)
         assert kv_parameters(here) is None

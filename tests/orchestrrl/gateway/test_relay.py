@@ -403,7 +403,7 @@ async def test_engine_refusal_is_forwarded_unchanged() -> None:
 
 async def test_immovable_undelivered_answer_starts_over() -> None:
     w = world()
-    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20, stop=["zzz"])) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20, presence_penalty=1.0)) as job:
         await w.settle()
         for _ in range(5):
             await w.step()
@@ -416,7 +416,7 @@ async def test_immovable_undelivered_answer_starts_over() -> None:
 
 async def test_immovable_partly_delivered_answer_is_an_error() -> None:
     w = world()
-    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20, stop=["zzz"], stream=True)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20, presence_penalty=1.0, stream=True)) as job:
         await w.settle()
         await w.step()
         assert job.records[0].take_undelivered()
@@ -424,7 +424,7 @@ async def test_immovable_partly_delivered_answer_is_an_error() -> None:
         await w.settle()
         assert job.failure is not None
         assert job.failure.status == 502
-        assert "stop string" in job.failure.error["error"]["message"]
+        assert "presence_penalty" in job.failure.error["error"]["message"]
 
 
 async def test_request_aborted_by_another_client_continues() -> None:

@@ -37,6 +37,7 @@ class EngineCapabilities:
     pause: bool = False
     sleep: bool = False
     scale_elastic_ep: bool = False
+    parses_chats: bool = False  # the client implements ChatParsingEngine
     routed_experts: bool = False  # non-streamed answers include each token's experts; streamed ones do not
     max_model_len_tokens: int | None = None
     max_sequences: int | None = None
@@ -165,6 +166,22 @@ class Engine(ObservedEngine, Protocol):
     async def is_paused(self) -> bool: ...
 
     async def detokenize(self, token_ids: Sequence[int]) -> str: ...
+
+
+class ChatParsingEngine(Protocol):
+    """A client of an engine that parses complete answers to chats."""
+
+    async def samples_plainly(self, body: Mapping[str, Any]) -> bool:
+        """Return whether the engine samples the answer to the chat `body` like a completion of the chat's tokens, that
+        is, without a grammar for tool calls and without stop tokens of its own."""
+        ...
+
+    async def parse_chat(
+        self, body: Mapping[str, Any], prompt_ids: Sequence[int], token_ids: Sequence[int]
+    ) -> Mapping[str, Any]:
+        """Return the message of the complete answer `token_ids` to the chat `body`. `token_ids` must not be empty, and
+        excludes the token that stopped the answer."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ connection.
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,6 +25,9 @@ from orchestrrl.engines.vllm_weights import VllmWeights
 
 # The ids that vLLM derives from `X-Request-Id: x`. It ignores unknown ids, so both forms are sent.
 ENGINE_ID_FORMS = ("cmpl-{}-0", "chatcmpl-{}")
+
+# Served with --enable-scale-out.
+_RENDER, _DERENDER = "/v1/chat/completions/render", "/v1/chat/completions/derender"
 
 USAGE_WITHIN_S = 1.0  # after an answer's last token
 
@@ -52,6 +55,7 @@ class VllmEngine(ManagedVllm):
             token_ids=info.token_ids,
             abort_requests="/abort_requests" in paths,
             pause={"/pause", "/resume", "/is_paused"} <= paths,
+            parses_chats={_RENDER, _DERENDER} <= paths,
             routed_experts=info.routed_experts,
             sleep=info.sleep and {"/sleep", "/wake_up"} <= paths,
             scale_elastic_ep=info.elastic_ep and "/scale_elastic_ep" in paths,
@@ -201,6 +205,24 @@ class VllmEngine(ManagedVllm):
         answer = await self.ask("POST", "/detokenize", {"tokens": list(token_ids)})
         with self.reading("/detokenize"):
             return str(answer["prompt"])
+
+    async def samples_plainly(self, body: Mapping[str, Any]) -> bool:
+        answer = await self.ask("POST", _RENDER, body)
+        with self.reading(_RENDER):
+            sampling = answer["sampling_params"]
+            added = set(sampling.get("stop_token_ids") or ()) - set(body.get("stop_token_ids") or ())
+            return sampling.get("structured_outputs") is None and not added
+
+    async def parse_chat(
+        self, body: Mapping[str, Any], prompt_ids: Sequence[int], token_ids: Sequence[int]
+    ) -> Mapping[str, Any]:
+        prompt = list(prompt_ids)
+        choice = {"index": 0, "token_ids": list(token_ids)}
+        generated = {"request_id": "moved", "choices": [choice], "prompt_token_ids": prompt}
+        asked = {"chat_request": body, "generate_response": generated, "prompt_token_ids": prompt}
+        answer = await self.ask("POST", _DERENDER, asked)
+        with self.reading(_DERENDER):
+            return dict(answer["choices"][0]["message"])
 
     @contextmanager
     def _raising(self, path: str) -> Iterator[None]:

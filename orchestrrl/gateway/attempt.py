@@ -11,12 +11,20 @@ from orchestrrl.engines.base import Chunk, CompletionEndpoint, GenerationRequest
 from orchestrrl.engines.handover import loading, saving
 from orchestrrl.engines.openai_chunks import other_answer_fields
 from orchestrrl.gateway.ledger.ledger import RequestRecord
-from orchestrrl.gateway.moves.detokenizer import TextAfterCut, text_after_cut
-from orchestrrl.gateway.moves.movable import MOST_TOKENS, PORTABLE_FIELDS, UNTIED_FIELDS, continued, sampling_fields
+from orchestrrl.gateway.moves.after_cut import AnswerAfterCut
+from orchestrrl.gateway.moves.movable import (
+    MOST_TOKENS,
+    PORTABLE_FIELDS,
+    UNTIED_FIELDS,
+    continued,
+    immovable_because,
+    sampling_fields,
+)
 from orchestrrl.gateway.moves.move import MoveInProgress, left_by, wait_s
+from orchestrrl.gateway.moves.parsed_chats import may_be_parsed
 from orchestrrl.gateway.moves.reseed import reseeded_fields
 from orchestrrl.gateway.moves.stop_strings import stop_strings
-from orchestrrl.gateway.moves.stops_after_cut import StopsAfterCut, TextUnknown, stops_after_cut
+from orchestrrl.gateway.moves.stops_after_cut import TextUnknown
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends
 
@@ -59,6 +67,10 @@ class EngineAttempt:
         if self._continues:
             return
         because = record.relayed_because
+        if record.parsed_after_moves:
+            await self._fleet.learn(backend)
+            parsed = await may_be_parsed(record, backend)
+            record.immovable_because = "" if parsed else immovable_because(record.endpoint, record.body, reseed=True)
         if not because and whole_field:
             because = f"{whole_field}: only the engine's own whole answer has it"
         record.relayed = bool(because)
@@ -115,15 +127,17 @@ class EngineAttempt:
         # The Engine protocol guarantees that the iterator has aclose().
         stream = cast("AsyncGenerator[Chunk, None]", backend.engine.generate(request))
         # The engine prefills the context at the same time.
-        opening = asyncio.create_task(self._text_after_cut()) if record.generated_ids else None
-        splice = stops = None
+        after = AnswerAfterCut(record, backend, self._fleet) if self._continues else None
+        opening = None if after is None else asyncio.create_task(after.start())
         try:
             async for chunk in stream:
                 if opening is not None:
-                    (splice, stops), opening = await opening, None
-                text = chunk.text if splice is None else await splice.text(chunk)
-                if stops is not None:
-                    chunk, text = await stops.take(chunk, text)
+                    await opening
+                    opening = None
+                parsed: Mapping[str, Any] | None = None
+                text = chunk.text
+                if after is not None:
+                    chunk, text, parsed = await after.take(chunk)
                 elif self._stops and chunk.finish_reason == "abort":
                     text = ""  # it may begin a stop string; it is decoded again after the cut
                 if chunk.choice_fields or chunk.answer_fields or chunk.usage:
@@ -136,16 +150,14 @@ class EngineAttempt:
                     if not given_up:
                         self._relay(chunk)
                 else:
-                    self._take(request.endpoint, _unfinished(chunk) if given_up else chunk, text)
+                    self._take(request.endpoint, _unfinished(chunk) if given_up else chunk, text, parsed)
                 on_chunk(chunk)
-                if splice is not None:
-                    record.text_complete = not splice.open
-                    # A closed splice is dropped: the answer may be cut inside a character again.
-                    splice = splice if splice.open else None
+                if after is not None and after.inside_character:
+                    record.text_complete = False
                 if finished or given_up:
                     return finished
         except TextUnknown as error:
-            record.immovable_because = f"stop: {error}"
+            record.immovable_because, record.parsed_after_moves = str(error), False
             self.joinable = False
             return False
         finally:
@@ -157,10 +169,6 @@ class EngineAttempt:
                 if opening is not None:
                     await asyncio.gather(opening, return_exceptions=True)
         raise OutcomeUnknown(f"engine {backend.id} ended request {request.request_id} without a finish_reason")
-
-    async def _text_after_cut(self) -> tuple[TextAfterCut | None, StopsAfterCut | None]:
-        after = self._record, self._backend, self._fleet
-        return await text_after_cut(*after), await stops_after_cut(*after)
 
     def step_s(self) -> float:
         """Return the mean time per token after the first chunk, in seconds, or 0 if no tokens followed the first
@@ -215,14 +223,17 @@ class EngineAttempt:
         if was is not record.state or chunk.answer is not None:
             self._fleet.trust(backend)
 
-    def _take(self, endpoint: CompletionEndpoint, chunk: Chunk, text: str) -> None:
+    def _take(
+        self, endpoint: CompletionEndpoint, chunk: Chunk, text: str, parsed: Mapping[str, Any] | None = None
+    ) -> None:
+        """Append a chunk to the record. `parsed` has the fields that were parsed out of the whole answer."""
         record, backend = self._record, self._backend
         now_s = self._fleet.clock.now_s()
         was, context_before = record.state, record.context_tokens
         if self._announced and chunk.token_ids:
             chunk = replace(chunk, choice_fields={**(chunk.choice_fields or {}), **self._announced})
             self._announced = {}
-        extra = _parsed_fields(chunk) if endpoint is CompletionEndpoint.CHAT else None
+        extra = _parsed_fields(chunk) if endpoint is CompletionEndpoint.CHAT else parsed
         version = backend.policy_version
         if version != self._version:
             # Some tokens of a multi-token chunk may predate the change, so all of them count as older.
@@ -235,7 +246,7 @@ class EngineAttempt:
         if chunk.token_ids:
             # An engine that returns text with a single token withholds none.
             record.text_complete = bool(text) and len(chunk.token_ids) == 1
-        if extra:
+        if extra and not record.parsed_after_moves:
             record.immovable_because = record.immovable_because or "the engine parses the answer"
         if was is not record.state:
             self._first_token()

@@ -249,7 +249,7 @@ class RequestRelay:
         try:
             await stops_after_cut(self.record, self.backend, self._fleet)
         except TextUnknown as error:
-            raise MoveRefused(f"the request cannot continue on another engine: stop: {error}") from error
+            raise MoveRefused(f"the request cannot continue on another engine: {error}") from error
 
     def _answer_move(self, done: bool, detail: str = "") -> None:
         """Report the outcome of the current move, if there is one, and clear the move."""

@@ -28,6 +28,8 @@ VLLM_PLUGIN = Path(__file__).parent / "vllm_plugin"
 # A weight-transfer backend that broadcasts over gloo, in addition to the ways that need no backend.
 GLOO_PLUGIN = Path(__file__).parent / "gloo_plugin"
 GLOO_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo"}
+# Chats with tools move if an engine parses their whole answer.
+PARSER_ARGUMENTS = ("--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 GLOO_ARGUMENTS = ("--weight-transfer-config", '{"backend": "gloo_for_tests"}')
 TINY_MODEL_SCRIPT = REPOSITORY / "orchestrrl" / "lab" / "tiny_model.py"
 
@@ -153,7 +155,7 @@ async def _start(name: str, model: Path, log_dir: Path, slow_steps: str = SLOW_S
         model=model,
         log_dir=log_dir,
         max_num_seqs=MAX_NUM_SEQS,
-        arguments=(*VLLM_ARGUMENTS, "--logits-processors", "slow_steps:SlowSteps", *GLOO_ARGUMENTS),
+        arguments=(*VLLM_ARGUMENTS, "--logits-processors", "slow_steps:SlowSteps", *PARSER_ARGUMENTS, *GLOO_ARGUMENTS),
         environment={
             "PYTHONPATH": f"{VLLM_PLUGIN}:{GLOO_PLUGIN}",
             "ORCHESTRRL_TEST_SLOW_STEPS": slow_steps,

@@ -17,6 +17,7 @@ from orchestrrl.core.operations import (
     EngineRoute,
     OperationItemResult,
 )
+from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.http.server import GatewayServer
 from orchestrrl.gateway.moves.reseed import seed_at
@@ -198,6 +199,32 @@ async def test_stop_string_across_the_cut_ends_the_answer(harness: Harness, stre
         assert answer.token_ids == undisturbed.token_ids
         assert (answer.text, answer.finish_reason, answer.stop_reason) == (undisturbed.text, "stop", stop)
         assert answer.logprobs == pytest.approx(undisturbed.logprobs, abs=1e-3)
+
+
+async def test_moved_chat_with_tools_equals_the_undisturbed_one(harness: Harness) -> None:
+    path, body = CHAT
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    body = {**body, "tools": [tool], "max_tokens": 60}
+    url = harness.engines[0].url
+    undisturbed = await harness.ask(url, path, body, stream=False)
+    harness.pause_registry.append(20)
+    asking = asyncio.create_task(harness.ask(harness.url, path, body, "tools", stream=False))
+    result = await harness.move("tools", 20)
+    answer = await asking
+    assert result.done, result.detail
+    assert (answer.token_ids, answer.text) == (undisturbed.token_ids, undisturbed.text)
+    assert answer.logprobs == pytest.approx(undisturbed.logprobs, abs=1e-3)
+    # The model's random weights generate no tool call.
+    prompt = 'a <tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    async with harness.http.post(url + "/tokenize", json={"model": "tiny", "prompt": prompt}) as response:
+        tokens = (await response.json())["tokens"]
+    engine = VllmEngine(url)
+    assert (await engine.capabilities()).parses_chats
+    assert await engine.samples_plainly(body)
+    assert not await engine.samples_plainly({**body, "parallel_tool_calls": False})  # a grammar permits one call
+    message = await engine.parse_chat(body, undisturbed.prompt_token_ids or [], tokens)
+    assert (message["content"], message["tool_calls"][0]["function"]) == ("a ", {"name": "f", "arguments": "{}"})
+    await engine.close()
 
 
 async def test_text_is_correct_for_every_position_of_the_cut(harness: Harness) -> None:

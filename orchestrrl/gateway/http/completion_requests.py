@@ -14,7 +14,12 @@ from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.gateway.http.field_types import HttpRefusal, name_set, raise_faults, shown, type_faults, with_types
 from orchestrrl.gateway.http.responses import ResponseForm
 from orchestrrl.gateway.ledger.ledger import OnStale, RequestRecord
-from orchestrrl.gateway.moves.movable import immovable_because, max_answer_tokens, relayed_because
+from orchestrrl.gateway.moves.movable import (
+    immovable_because,
+    max_answer_tokens,
+    parsed_after_moves,
+    relayed_because,
+)
 from orchestrrl.gateway.moves.reseed import RESEED_HEADER, reseed_allowed, seed_of
 from planner.model import RequestId
 
@@ -85,6 +90,7 @@ def read_completion_request(
     relayed = relayed_because(endpoint, body)
     pinned = next((f"{name}: names a rank of one engine" for name, _ in headers if name.lower() == _RANK_HEADER), "")
     because = immovable_because(endpoint, body, reseed=bool(may_reseed)) or pinned
+    parsed = not pinned and parsed_after_moves(endpoint, body, reseed=bool(may_reseed))
     form_fields = {name: body[name] for name in _FORM_FIELDS if name in body}
     single = len(prompts) * answers == 1
     records = []
@@ -109,6 +115,7 @@ def read_completion_request(
                 on_stale=OnStale(body.get("on_stale") or OnStale.ABORT),
                 immovable_because=because,
                 relayed_because=relayed,
+                parsed_after_moves=parsed,
                 pinned_because=pinned,
                 form_fields=form_fields,
                 headers=headers,

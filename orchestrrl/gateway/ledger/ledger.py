@@ -128,6 +128,7 @@ class RequestRecord:
     on_stale: OnStale = OnStale.ABORT
     immovable_because: str = ""  # why it may not continue on another engine once it has tokens; empty: it may
     relayed_because: str = ""  # why the body is sent unchanged and the engine's answer relayed; empty: it is not
+    parsed_after_moves: bool = False  # once moved, an engine parses the message out of the whole answer
     pinned_because: str = ""  # why it may not leave its engine even before the first token; empty: it may
     form_fields: Mapping[str, Any] = field(default_factory=dict)  # fields of the body that shape the answer
     headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # for engines; may include credentials
@@ -287,6 +288,13 @@ class RequestRecord:
         self._text = io.StringIO()
         self.versions = PolicyVersions()
         self.text_complete = True
+
+    def forget_text(self) -> None:
+        """Discard the text and the parsed fields of the answer so far, but not its tokens. The client must not have
+        received a part of them."""
+        self.generated_ids = self.generated_ids[:]  # another array, so that the answer is stored from its beginning
+        self._text = io.StringIO()
+        self.extras.clear()
 
     def take_undelivered(self) -> list[AnswerDelta]:
         """Return the deltas that the client has not received, and mark them as delivered. The caller must send them."""

@@ -22,14 +22,16 @@ MOST_TOKENS = 2**32 - 1
 _TIED: Mapping[str, str] = {
     # vLLM counts these over generated tokens only; after a move the earlier ones would count as prompt. (A repetition
     # penalty counts prompt and answer alike, so it does not change.)
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), "counts generated tokens only"),
+    **dict.fromkeys(
+        ("presence_penalty", "frequency_penalty"), "the next engine would not count the tokens generated before"
+    ),
     # The automaton of a grammar starts at the first generated token.
     **dict.fromkeys(
         ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        "a grammar starts where the answer began",
+        "the next engine would start the grammar over",
     ),
     # Parsers of tool calls and of reasoning read the answer from its beginning, and only for chat.
-    "tools": "tool calls are parsed from the answer's beginning",
+    "tools": "the engine parses tool calls from the answer's beginning",
     "thinking_token_budget": "the budget counts from where the answer began",
     "stop": "stop strings are matched in text, which this endpoint does not return",
     # Bad words of several tokens are matched against generated tokens only.
@@ -106,13 +108,23 @@ def immovable_because(endpoint: CompletionEndpoint, body: Mapping[str, Any], *, 
         elif name == "best_of" and isinstance(value, int) and value > 1:
             return "best_of: several answers are generated and one is chosen at the end"
         elif name == "response_format" and isinstance(value, Mapping) and value.get("type") != "text":
-            return "response_format: a grammar starts where the answer began"
+            return "response_format: the next engine would start the grammar over"
         elif name == "seed" and not reseed and drawing_seed(sampling) is not None:
             return "seed: the seeded draws would start over; start the gateway with --reseed or send X-Reseed: true"
     if endpoint is CompletionEndpoint.CHAT and _has_media(body.get("messages")):
         return "messages: images, audio and video do not consist of tokens"
     unknown = min((name for name in body if name not in KNOWN_FIELDS and body[name] is not None), default=None)
     return "" if unknown is None else f"{cut(path_of((unknown,)))}: is unknown and may depend on where the answer began"
+
+
+def parsed_after_moves(endpoint: CompletionEndpoint, body: Mapping[str, Any], *, reseed: bool = False) -> bool:
+    """Return whether a request with `tools` may continue on another engine if an engine parses its whole answer."""
+    if endpoint is not CompletionEndpoint.CHAT or not body.get("tools") or body.get("stream"):
+        return False
+    # With a required tool, a grammar constrains the answer. An answer without its reasoning lacks token ids.
+    if body.get("tool_choice") not in (None, "auto") or body.get("include_reasoning") is False or body.get("stop"):
+        return False
+    return not immovable_because(endpoint, {**body, "tools": None}, reseed=reseed)
 
 
 def _is_harmless(endpoint: CompletionEndpoint, sampling: Mapping[str, Any], name: str) -> bool:

@@ -18,7 +18,8 @@ from orchestrrl.gateway.routing.backends import EngineBackends
 
 
 class TextUnknown(Exception):
-    """Raised if the text in which stop strings are matched cannot be decoded from the tokens."""
+    """Raised if the text of an answer cannot be derived from its tokens. The message begins with the field of the
+    request that makes it necessary."""
 
 
 class StopsAfterCut:
@@ -54,12 +55,12 @@ class StopsAfterCut:
         try:
             texts = [await self._decode([*before, *ids[:number]]) for number in range(len(ids))]
         except Permanent as error:
-            raise TextUnknown(f"no engine decodes the text: {error}") from error
+            raise TextUnknown(f"stop: no engine decodes the text: {error}") from error
         ends = [len(shown.rstrip(INCOMPLETE)) for shown in texts]
         pieces = [shown[start:end] for shown, start, end in zip(texts[1:], ends[:-1], ends[1:], strict=True)]
         found = "".join(pieces)
         if not text.startswith(found):
-            raise TextUnknown("the decoded text differs from the engine's")
+            raise TextUnknown("stop: the decoded text differs from the engine's")
         return [*pieces, text[len(found) :]]
 
 
@@ -75,8 +76,8 @@ async def stops_after_cut(record: RequestRecord, backend: EngineBackend, fleet: 
         prompt = (await decode(context)).rstrip(INCOMPLETE)
         whole = (await decode([*context, *ids])).rstrip(INCOMPLETE)
     except Permanent as error:
-        raise TextUnknown(f"no engine decodes the text: {error}") from error
+        raise TextUnknown(f"stop: no engine decodes the text: {error}") from error
     if not whole.startswith(prompt + sent):
-        raise TextUnknown("the decoded text differs from the answer's")
+        raise TextUnknown("stop: the decoded text differs from the answer's")
     matcher = StopStringMatcher(sampling, whole[len(prompt) :], len(ids), len(sent))
     return StopsAfterCut(record, decode, matcher)

@@ -128,6 +128,8 @@ class FakeEngine:
     seen: list[GenerationRequest] = field(default_factory=list)
     attempts: dict[str, Attempt] = field(default_factory=dict)
     model_length: int | None = MODEL_LENGTH
+    parses_chats: bool = False
+    constrains: bool = False  # chats with tools have a grammar
     routed_experts: bool = False  # only its non-streamed answers include them
 
     # --- controls for tests ---
@@ -241,6 +243,7 @@ class FakeEngine:
             token_ids=True,
             max_model_len_tokens=self.model_length,
             pause=self.can_pause,
+            parses_chats=self.parses_chats,
             routed_experts=self.routed_experts,
             max_sequences=self.max_sequences,
         )
@@ -279,8 +282,27 @@ class FakeEngine:
             raise Retryable("connection refused", 1.0)
         return decode(token_ids)
 
+    async def samples_plainly(self, body: Mapping[str, Any]) -> bool:
+        if self.dead:
+            raise Retryable("connection refused", 1.0)
+        return not self.constrains
+
+    async def parse_chat(
+        self, body: Mapping[str, Any], prompt_ids: Sequence[int], token_ids: Sequence[int]
+    ) -> Mapping[str, Any]:
+        if self.dead:
+            raise Retryable("connection refused", 1.0)
+        return parsed(decode(token_ids))
+
     async def close(self) -> None:
         self._break_all(OutcomeUnknown("closed"))
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """Return the message of an answer in which the words are tool calls, and the first word is content."""
+    content, *names = text.split(" ")
+    calls = [{"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}} for name in names if name]
+    return {"role": "assistant", "content": content or None, "tool_calls": calls, "reasoning": None, "audio": None}
 
 
 def prompt_of(request: GenerationRequest) -> list[int]:

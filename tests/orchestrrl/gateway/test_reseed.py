@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrrl.cli.gateway import GatewayFlags
+from orchestrrl.cli.gateway_options import read_options
 from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.gateway.http.completion_requests import CompletionRequest, read_completion_request
 from orchestrrl.gateway.http.field_types import HttpRefusal
@@ -77,6 +79,11 @@ def asked(reseed: bool = True, header: str | None = None, **body: Any) -> Comple
     return read_completion_request(
         CompletionEndpoint.COMPLETIONS, asked, now_s=0.0, reseed=reseed, reseed_header=header, **ids
     )
+
+
+def test_flag_is_off_by_default() -> None:
+    options = [read_options(GatewayFlags(engines=["e=http://h"], **flags)) for flags in ({}, {"reseed": True})]
+    assert [option.reseed for option in options] == [False, True]
 
 
 def test_invalid_header_is_refused_together_with_other_faults() -> None:

@@ -19,10 +19,18 @@ from orchestrrl.engines.serving import UNKNOWN_SERVING, ServingFacts
 
 
 class CompletionEndpoint(StrEnum):
-    """OpenAI's two completion endpoints."""
+    """OpenAI's two completion endpoints, and vLLM's endpoint with tokens in the request and in the answer."""
 
     COMPLETIONS = "completions"
     CHAT = "chat"
+    GENERATE = "generate"
+
+
+PATHS: Mapping[CompletionEndpoint, str] = {
+    CompletionEndpoint.COMPLETIONS: "/v1/completions",
+    CompletionEndpoint.CHAT: "/v1/chat/completions",
+    CompletionEndpoint.GENERATE: "/inference/v1/generate",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +41,7 @@ class EngineCapabilities:
     version: str
     models: tuple[str, ...]
     token_ids: bool = False
+    generate: bool = False  # it has the endpoint CompletionEndpoint.GENERATE
     abort_requests: bool = False
     pause: bool = False
     sleep: bool = False
@@ -71,12 +80,13 @@ class TokenLogprob:
     token: str
     logprob: float
     top: tuple[tuple[str, float], ...] = ()
+    ranks: tuple[int | None, ...] = ()  # of the token and of each alternative; empty: not reported
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One attempt at a request on one engine. `body` is the OpenAI body. Unless `verbatim` is True, it lacks `stream`
-    and `return_token_ids`, which the engine client adds, and its `n` is absent or 1."""
+    """One attempt at a request on one engine. `body` is the body of the endpoint. Unless `verbatim` is True, it lacks
+    `stream` and `return_token_ids`, which the engine client adds, and its `n` is absent or 1."""
 
     request_id: str  # unique per attempt; `abort` takes it
     endpoint: CompletionEndpoint

@@ -6,7 +6,7 @@ parsing takes. All other events are parsed as JSON.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from orchestrrl.engines.base import Chunk, TokenLogprob
@@ -19,6 +19,7 @@ _CHOICE_FIELDS = frozenset(
 _ANSWER_FIELDS = frozenset({"id", "object", "created", "model", "choices", "usage", "prompt_token_ids"})
 _TOKENS = (b'"token_ids":[', b'"token_ids": [')
 DONE = b"[DONE]"
+ParseChunk = Callable[[Mapping[str, Any]], Chunk | None]
 MOST_LINE_BYTES = 128 << 20  # fits the ids of a prompt of ten million tokens; bounds a line without an end
 
 
@@ -61,7 +62,9 @@ class StreamError(Exception):
 class ChunkReader:
     """Converts the events of one stream into Chunks, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, parse: ParseChunk | None = None) -> None:
+        """Create a reader. `parse` converts a parsed event into a Chunk. The default is `parse_chunk`."""
+        self._parse = parse or parse_chunk
         # The bytes of an event before its text, between text and tokens, and after the tokens.
         self._frame: tuple[bytes, bytes, bytes] | None = None
         self._tries = 8  # attempts to find a frame; the first event may have more fields than the others
@@ -109,14 +112,14 @@ class ChunkReader:
         return None if "\\" in text or not text.isprintable() else (tuple(map(int, listed)), text)
 
     def _parsed(self, data: bytes) -> Chunk | None:
-        chunk = parse_chunk(parse_event(data))
+        chunk = self._parse(parse_event(data))
         if self._tries and chunk is not None and chunk.token_ids and plain(chunk):
             self._tries -= 1
-            self._frame = _frame(data) or self._frame
+            self._frame = _frame(data, self._parse) or self._frame
         return chunk
 
 
-def _frame(data: bytes) -> tuple[bytes, bytes, bytes] | None:
+def _frame(data: bytes, parse: ParseChunk) -> tuple[bytes, bytes, bytes] | None:
     """Return the bytes of an event before its text, between its text and tokens, and after its tokens. Return None if
     the event is not plain, because other events then cannot be compared with it."""
     text_at = next((at + len(name) for name in _TEXTS if (at := data.find(name)) >= 0), -1)
@@ -128,7 +131,7 @@ def _frame(data: bytes) -> tuple[bytes, bytes, bytes] | None:
     head, middle, tail = data[:text_at], data[text_stop:ids_at], data[ids_stop:]
     try:
         event = json.loads(b"%bx%b7%b" % (head, middle, tail))
-        chunk = parse_chunk(event)
+        chunk = parse(event)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         return None
     if chunk is None or "error" in event or not plain(chunk) or (chunk.text, chunk.token_ids) != ("x", (7,)):
@@ -164,7 +167,7 @@ def parse_chunk(event: Mapping[str, Any]) -> Chunk | None:
     """Convert a `/v1/completions` or `/v1/chat/completions` stream event into a Chunk. For an event without choices,
     return a Chunk with the usage of the whole answer and any further fields, or None if the event has neither."""
     if not event["choices"]:
-        usage, fields = event.get("usage"), _others(event, _ANSWER_FIELDS)
+        usage, fields = event.get("usage"), other_fields(event, _ANSWER_FIELDS)
         return Chunk(usage=usage, answer_fields=fields) if usage or fields else None
     choice = event["choices"][0]
     token_ids = tuple(choice.get("token_ids") or ())
@@ -177,12 +180,12 @@ def parse_chunk(event: Mapping[str, Any]) -> Chunk | None:
         finish_reason=choice.get("finish_reason"),
         stop_reason=choice.get("stop_reason"),
         raw=choice,
-        choice_fields=_others(choice, _CHOICE_FIELDS),
-        answer_fields=_others(event, _ANSWER_FIELDS),
+        choice_fields=other_fields(choice, _CHOICE_FIELDS),
+        answer_fields=other_fields(event, _ANSWER_FIELDS),
     )
 
 
-def _others(found: Mapping[str, Any], known: frozenset[str]) -> Mapping[str, Any] | None:
+def other_fields(found: Mapping[str, Any], known: frozenset[str]) -> Mapping[str, Any] | None:
     """Return the fields that are neither in `known` nor null, or None if there are no such fields."""
     if found.keys() <= known:
         return None
@@ -191,7 +194,7 @@ def _others(found: Mapping[str, Any], known: frozenset[str]) -> Mapping[str, Any
 
 def other_answer_fields(event: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fields of an answer or event except its choices, identification and usage."""
-    return _others(event, _ANSWER_FIELDS) or {}
+    return other_fields(event, _ANSWER_FIELDS) or {}
 
 
 def parse_logprobs(logprobs: Mapping[str, Any] | None, tokens: int) -> tuple[TokenLogprob, ...] | None:

@@ -1,5 +1,5 @@
-"""The client of a vLLM server. It requests tokens from the server's OpenAI endpoints and controls the server over its
-development endpoints.
+"""The client of a vLLM server. It requests tokens from the server's OpenAI endpoints and from its generate endpoint. It
+controls the server over its development endpoints.
 
 Features are detected from `/openapi.json`, never inferred from a version. `/pause`, `/abort_requests` and
 `/server_info` exist only with VLLM_SERVER_DEV_MODE=1. Without these endpoints, an attempt is aborted by closing its
@@ -16,15 +16,23 @@ from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown
 from orchestrrl.core.operations import PauseMode
-from orchestrrl.engines.base import Chunk, CompletionEndpoint, EngineCapabilities, GenerationRequest, RequestRefused
+from orchestrrl.engines.base import (
+    PATHS,
+    Chunk,
+    CompletionEndpoint,
+    EngineCapabilities,
+    GenerationRequest,
+    RequestRefused,
+)
 from orchestrrl.engines.exchange import EngineConnection, EngineExchange
-from orchestrrl.engines.openai_chunks import DONE, ChunkReader, ServerSentEvents, StreamError, parse_event
+from orchestrrl.engines.generate_chunks import parse_generate_chunk
+from orchestrrl.engines.openai_chunks import DONE, ChunkReader, ServerSentEvents, StreamError, parse_chunk, parse_event
 from orchestrrl.engines.serving import named
 from orchestrrl.engines.vllm_managed import BUSY_STATUSES, NOT_OF_VLLM, ManagedVllm, failure
 from orchestrrl.engines.vllm_weights import VllmWeights
 
-# The ids that vLLM derives from `X-Request-Id: x`. It ignores unknown ids, so both forms are sent.
-ENGINE_ID_FORMS = ("cmpl-{}-0", "chatcmpl-{}")
+# The ids that vLLM derives from `X-Request-Id: x`. It ignores unknown ids, so all forms are sent.
+ENGINE_ID_FORMS = ("cmpl-{}-0", "chatcmpl-{}", "generate-tokens-{}")
 
 # Served with --enable-scale-out.
 _RENDER, _DERENDER = "/v1/chat/completions/render", "/v1/chat/completions/derender"
@@ -53,6 +61,7 @@ class VllmEngine(ManagedVllm):
             version=version,
             models=tuple(str(each["id"]) for each in served),
             token_ids=info.token_ids,
+            generate=PATHS[CompletionEndpoint.GENERATE] in paths,
             abort_requests="/abort_requests" in paths,
             pause={"/pause", "/resume", "/is_paused"} <= paths,
             parses_chats={_RENDER, _DERENDER} <= paths,
@@ -72,7 +81,7 @@ class VllmEngine(ManagedVllm):
         return status == 200
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
-        path = "/v1/completions" if request.endpoint is CompletionEndpoint.COMPLETIONS else "/v1/chat/completions"
+        path = PATHS[request.endpoint]
         asked = request.body if request.verbatim else _request_body(request)
         body = json.dumps(asked, separators=(",", ":"), allow_nan=False).encode()
         headers = [("X-Request-Id", request.request_id), *request.headers]
@@ -90,7 +99,8 @@ class VllmEngine(ManagedVllm):
             elif request.verbatim and request.body.get("stream"):
                 chunks = self._events(path, connection)
             else:
-                chunks = self._chunks(path, connection)
+                parse = parse_generate_chunk if request.endpoint is CompletionEndpoint.GENERATE else parse_chunk
+                chunks = self._chunks(path, connection, ChunkReader(parse))
             async with aclosing(chunks):
                 async for chunk in chunks:
                     exchange.answered = True
@@ -111,10 +121,10 @@ class VllmEngine(ManagedVllm):
             else:
                 exchange.close()
 
-    async def _chunks(self, path: str, connection: EngineConnection) -> AsyncGenerator[Chunk]:
+    async def _chunks(self, path: str, connection: EngineConnection, reader: ChunkReader) -> AsyncGenerator[Chunk]:
         """Yield the chunks of a streamed answer. The last chunk is held for up to `USAGE_WITHIN_S`, until the engine's
         usage object has arrived."""
-        events, reader = ServerSentEvents(), ChunkReader()
+        events = ServerSentEvents()
         begun, last = False, None
         while data := await _read(connection, within_s=None if last is None else USAGE_WITHIN_S):
             with self.reading(path):
@@ -247,7 +257,11 @@ def _request_body(request: GenerationRequest) -> dict[str, Any]:
     body = {**request.body, "stream": True, "stream_options": options, "return_token_ids": True}
     if request.coalesce_tokens > 1:
         # Servers without this field ignore it.
-        body.setdefault("stream_interval", request.coalesce_tokens)
+        interval = {"stream_interval": request.coalesce_tokens}
+        if request.endpoint is CompletionEndpoint.GENERATE:
+            body["sampling_params"] = interval | body["sampling_params"]
+        else:
+            body = interval | body
     return body
 
 

@@ -11,8 +11,10 @@ from orchestrrl.engines.base import Chunk, CompletionEndpoint, GenerationRequest
 from orchestrrl.engines.handover import loading, saving
 from orchestrrl.engines.openai_chunks import other_answer_fields
 from orchestrrl.gateway.ledger.ledger import RequestRecord
+from orchestrrl.gateway.ledger.weight_labels import WEIGHT_VERSIONS, correct_versions, joined_labels
 from orchestrrl.gateway.moves.after_cut import AnswerAfterCut
 from orchestrrl.gateway.moves.movable import (
+    JOINED_FIELDS,
     MOST_TOKENS,
     PORTABLE_FIELDS,
     UNTIED_FIELDS,
@@ -42,6 +44,8 @@ class EngineAttempt:
         self._began: tuple[float, int] | None = None  # time of its first token, and the number of tokens then
         self._version = backend.policy_version  # policy version of the latest tokens
         self._continues = bool(record.generated_ids)
+        self._generates = record.endpoint is CompletionEndpoint.GENERATE
+        self._start = 0  # tokens of earlier attempts
         self.joinable = True  # False: the engine's fields describe only the last part of the answer
         self._gathered = False  # the engine collects several tokens per chunk
         self._stops = bool(stop_strings(sampling_fields(record.endpoint, record.body)))
@@ -55,7 +59,9 @@ class EngineAttempt:
         may_be_whole = not record.streaming and not record.delivered
         if may_be_whole and not record.relayed_because and backend.capabilities is None:
             await self._fleet.learn(backend)
-        whole_field = _whole_field(backend) if may_be_whole else ""
+        experts = _whole_field(backend)
+        # The streams of the generate endpoint have this field too.
+        whole_field = experts if may_be_whole and not self._generates else ""
         if self._continues and whole_field:
             logger.warning(
                 "request %s starts over: %s would return %s for the last part alone", record.id, backend.id, whole_field
@@ -74,8 +80,9 @@ class EngineAttempt:
         if not because and whole_field:
             because = f"{whole_field}: only the engine's own whole answer has it"
         record.relayed = bool(because)
-        if not because and backend.tying_field:
-            because = f"{backend.tying_field}: it describes one undivided answer"
+        tying_field = backend.tying_field or (experts if self._generates else "")
+        if not because and tying_field:
+            because = f"{tying_field}: it describes one undivided answer"
         record.immovable_because = record.immovable_because or because
         if record.relayed:
             self._version = backend.policy_version
@@ -90,6 +97,7 @@ class EngineAttempt:
         if self._stops and record.generated_ids:
             coalesce_tokens = 1  # the engine would generate further tokens after a stop string
         self._gathered = coalesce_tokens > 1
+        self._start = len(record.generated_ids)
         if record.relayed:
             whole = {**record.body, **record.form_fields}
             return GenerationRequest(record.attempt_id, record.endpoint, whole, 1, record.headers, verbatim=True)
@@ -102,9 +110,8 @@ class EngineAttempt:
         body = continued(record.endpoint, record.body, record.prompt_ids, record.generated_ids, record.max_tokens)
         sampling = sampling_fields(record.endpoint, record.body)
         self._announced = reseeded_fields(sampling, len(record.generated_ids))
-        return GenerationRequest(
-            record.attempt_id, CompletionEndpoint.COMPLETIONS, {**body, **kv}, coalesce_tokens, record.headers
-        )
+        endpoint = record.endpoint if self._generates else CompletionEndpoint.COMPLETIONS
+        return GenerationRequest(record.attempt_id, endpoint, {**body, **kv}, coalesce_tokens, record.headers)
 
     def _kv_fields(self, move: MoveInProgress | None) -> Mapping[str, Any]:
         """Return the body fields that name the KV cache entries to save and to load. The result is empty if there are
@@ -184,7 +191,7 @@ class EngineAttempt:
         cannot be left out and nothing has been delivered yet, set `joinable` to False, so that the answer starts
         over."""
         record, backend = self._record, self._backend
-        tying = next((name for name in chunk.choice_fields or () if name not in UNTIED_FIELDS), "")
+        tying = next((name for name in chunk.choice_fields or () if name not in UNTIED_FIELDS | JOINED_FIELDS), "")
         tying = tying or next((name for name in chunk.answer_fields or () if name not in UNTIED_FIELDS), "")
         if tying:
             if not record.immovable_because:  # otherwise an option of this request may cause the field
@@ -198,7 +205,10 @@ class EngineAttempt:
                 "request %s was moved, and %s returns %s for its last part: %s", record.id, backend.id, tying, lost
             )
             self.joinable = record.delivered
-        fields = {name: value for name, value in (chunk.choice_fields or {}).items() if name in PORTABLE_FIELDS}
+        portable = PORTABLE_FIELDS | JOINED_FIELDS
+        fields = {name: value for name, value in (chunk.choice_fields or {}).items() if name in portable}
+        if WEIGHT_VERSIONS in fields:
+            fields[WEIGHT_VERSIONS] = joined_labels(record.versions, self._start, fields[WEIGHT_VERSIONS])
         kept = {name: value for name, value in (chunk.answer_fields or {}).items() if name in PORTABLE_FIELDS}
         return replace(chunk, choice_fields=fields or None, answer_fields=kept or None, usage=None)
 
@@ -241,6 +251,7 @@ class EngineAttempt:
             version, self._version = (self._version if gathered else version), version
         self._gathered = self._gathered or len(chunk.token_ids) > 1
         record.append(chunk, text, extra, now_s, version)
+        correct_versions(record.versions, chunk.choice_fields)
         record.usage = chunk.usage if chunk.usage is not None else record.usage
         backend.advance(record, context_before, was, now_s)
         if chunk.token_ids:

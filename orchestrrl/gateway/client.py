@@ -18,11 +18,10 @@ import aiohttp
 
 from orchestrrl.core.clock import stop
 from orchestrrl.core.errors import Retryable
-from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
+from orchestrrl.engines.base import PATHS, CompletionEndpoint, RequestRefused
 
 logger = logging.getLogger(__name__)
 
-_PATHS = {CompletionEndpoint.COMPLETIONS: "/v1/completions", CompletionEndpoint.CHAT: "/v1/chat/completions"}
 # These statuses do not blame the request: the same one may succeed elsewhere, or later.
 _BUSY_STATUSES = frozenset({408, 425, 429})
 CONFLICT = 409
@@ -116,7 +115,7 @@ class GatewayClient:
             busy = _BUSY_STATUSES | {CONFLICT} if server.ledger and tries else _BUSY_STATUSES
             tries += 1
             try:
-                answer = await self._attempt(server, _PATHS[endpoint], body, headers, busy)
+                answer = await self._attempt(server, PATHS[endpoint], body, headers, busy)
             except _Gone as gone:
                 failures += 1
                 if server is self._gateway and gone.answered:

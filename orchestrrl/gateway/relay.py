@@ -14,10 +14,11 @@ from typing import Any
 from orchestrrl.core.clock import until_set
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 from orchestrrl.core.operations import OperationItemResult
-from orchestrrl.engines.base import Chunk, NoConnection, RequestRefused
+from orchestrrl.engines.base import PATHS, Chunk, NoConnection, RequestRefused
 from orchestrrl.gateway.attempt import EngineAttempt
 from orchestrrl.gateway.http.responses import error_body
 from orchestrrl.gateway.ledger.ledger import RequestFailure, RequestRecord
+from orchestrrl.gateway.moves.movable import sampling_fields
 from orchestrrl.gateway.moves.move import MoveInProgress, MoveRefused
 from orchestrrl.gateway.moves.stops_after_cut import TextUnknown, stops_after_cut
 from orchestrrl.gateway.routing.backend import EngineBackend
@@ -25,6 +26,8 @@ from orchestrrl.gateway.routing.backends import EngineBackends, NoBackend
 from planner.model import EngineId, MoveMethod, RequestMove, RequestState
 
 logger = logging.getLogger(__name__)
+
+_HOW_TO_OFFER = "start vLLM with --enable-scale-out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +218,8 @@ class RequestRelay:
             raise MoveRefused(
                 f"engine {engine} accepts no requests: {suspected or 'it is draining or not in the routes'}"
             )
+        if not target.offers(self.record.endpoint):
+            raise MoveRefused(f"engine {engine} does not offer {PATHS[self.record.endpoint]}: {_HOW_TO_OFFER}")
 
     def _check_long_enough(self, target: EngineBackend | None) -> None:
         if target is not None and self._ends_early_on(target):
@@ -307,7 +312,7 @@ class RequestRelay:
         if self._awaited is not None:
             backend = await self._wait_for(self._awaited)
             self._awaited = None  # not reached after an interruption, which has set a newer one
-            if backend is not None:
+            if backend is not None and backend.offers(self.record.endpoint):
                 return backend
         back, self._back_to = self._back_to, None
         if back is not None and back.usable and self._fleet.barrier_open:
@@ -335,10 +340,14 @@ class RequestRelay:
                 await self._fleet.changed.wait()
 
     async def _wait_for_slot(self) -> EngineBackend | None:
+        lacking = await self._fleet.lacking(self.record.endpoint)
+        if lacking and not self._fleet.expected and lacking.issuperset(backend.id for backend in self._fleet):
+            self._fail(404, f"no engine of the fleet offers {PATHS[self.record.endpoint]}: {_HOW_TO_OFFER}")
+            return None
         try:
             return await self._fleet.place(
                 self.record,
-                without=self._refused_by,
+                without=self._refused_by | lacking,
                 avoiding=self._hung_on | self._too_short(),
                 again=self.record.attempt > 0,
                 patience_s=self._limits.engine_wait_s,
@@ -482,9 +491,10 @@ class RequestRelay:
         if not ids:
             return False
         now_s = self._clock.now_s()
+        sampling = sampling_fields(record.endpoint, record.body)
         if record.max_tokens is not None and len(ids) >= record.max_tokens:
             record.finish("length", None, now_s)
-        elif ids[-1] in (record.body.get("stop_token_ids") or ()) and len(ids) > (record.body.get("min_tokens") or 0):
+        elif ids[-1] in (sampling.get("stop_token_ids") or ()) and len(ids) > (sampling.get("min_tokens") or 0):
             record.finish("stop", ids[-1], now_s)
         return record.done
 

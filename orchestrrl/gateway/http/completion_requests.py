@@ -11,14 +11,26 @@ from types import NoneType
 from typing import Any
 
 from orchestrrl.engines.base import CompletionEndpoint
-from orchestrrl.gateway.http.field_types import HttpRefusal, name_set, raise_faults, shown, type_faults, with_types
+from orchestrrl.gateway.http.field_types import (
+    MOST_ID,
+    HttpRefusal,
+    is_token_ids,
+    name_set,
+    raise_faults,
+    shown,
+    type_faults,
+    with_types,
+)
+from orchestrrl.gateway.http.generate_requests import generate_faults, sample_body, typed_generate, whole_prompt
 from orchestrrl.gateway.http.responses import ResponseForm
 from orchestrrl.gateway.ledger.ledger import OnStale, RequestRecord
+from orchestrrl.gateway.moves.generate_fields import SAMPLING_PARAMS
 from orchestrrl.gateway.moves.movable import (
     immovable_because,
     max_answer_tokens,
     parsed_after_moves,
     relayed_because,
+    sampling_fields,
 )
 from orchestrrl.gateway.moves.reseed import RESEED_HEADER, reseed_allowed, seed_of
 from planner.model import RequestId
@@ -41,7 +53,6 @@ _FORM_FIELDS = ("stream", "stream_options", "return_token_ids")
 # vLLM decodes greedily at temperatures below this.
 GREEDY_BELOW = 1e-5
 MOST_WHOLE = 2**31 - 1  # the largest integer in reports to the daemon
-MOST_ID = 2**32  # token ids are below this
 _RANK_HEADER = "x-data-parallel-rank"
 
 
@@ -80,8 +91,12 @@ def read_completion_request(
     if may_reseed is None:
         faults.insert(0, (RESEED_HEADER, f"must be true or false, got {shown(reseed_header)}"))
     raise_faults(faults)
-    body = with_types(endpoint, body)
-    answers = body.get("n") or 1
+    if generates := endpoint is CompletionEndpoint.GENERATE:
+        body = typed_generate(body)
+        prompts = [whole_prompt(body)]
+    else:
+        body = with_types(endpoint, body)
+    answers = sampling_fields(endpoint, body).get("n") or 1
     streaming = bool(body.get("stream"))
     form = _form(endpoint, body, request_id, default_model, int(now_s))
     enough = body.get("group_enough") or 0
@@ -95,14 +110,14 @@ def read_completion_request(
     single = len(prompts) * answers == 1
     records = []
     for index in range(len(prompts) * answers):
-        prompt = prompts[index // answers]
+        prompt, sample = prompts[index // answers], index % answers if answers > 1 else None
         # The engine reports a prompt that it truncates.
         ids = tuple(prompt) if isinstance(prompt, list) and body.get("truncate_prompt_tokens") is None else None
         records.append(
             RequestRecord(
                 id=RequestId(request_id if single else f"{request_id}-{index}"),
                 endpoint=endpoint,
-                body=_own_body(shared, prompt, index % answers if answers > 1 else None),
+                body=sample_body(shared, sample) if generates else _own_body(shared, prompt, sample),
                 streaming=streaming,
                 arrived_s=now_s,
                 progressed_s=now_s,
@@ -120,7 +135,7 @@ def read_completion_request(
                 form_fields=form_fields,
                 headers=headers,
                 prompt_ids=ids,
-                prompt_tokens_estimate=_estimate_tokens(prompt, body),
+                prompt_tokens_estimate=_estimate_tokens(body["token_ids"] if generates else prompt, body),
             )
         )
     return CompletionRequest(form, tuple(records), answers, streaming)
@@ -140,19 +155,39 @@ def _body_faults(endpoint: CompletionEndpoint, body: Mapping[str, Any], prompts:
     yield from wrong_types.items()
     if endpoint is CompletionEndpoint.COMPLETIONS:
         yield from _prompt_faults(body.get("prompt"), prompts)
+    elif endpoint is CompletionEndpoint.GENERATE:
+        yield from generate_faults(body, wrong_types.keys())
+        sampling = sampling_fields(endpoint, body)
+        wrong_sampling = type_faults(endpoint, sampling)
+        for name, wrong in (*wrong_sampling.items(), *_number_faults(sampling, prompts, wrong_sampling)):
+            yield f"{SAMPLING_PARAMS}.{name}", wrong
     elif body.get("messages") is None:
         yield "messages", "must be a list of objects with a role and a content, got nothing"
-    for name, least in (("n", 1), ("group_enough", 1), ("max_version_lag", 0), ("top_logprobs", -1)):
-        value = body.get(name)
-        if name not in wrong_types and value is not None and not least <= value <= MOST_WHOLE:
-            yield name, f"must be a whole number in {least}..{MOST_WHOLE}, got {shown(value)}"
-            wrong_types[name] = "its range"
-    if "n" not in wrong_types and (body.get("n") or 1) > 1:
-        yield from _several_faults(body, prompts, wrong_types.keys())
+    if endpoint is not CompletionEndpoint.GENERATE:
+        yield from _number_faults(body, prompts, wrong_types)
+    for name, least in (("group_enough", 1), ("max_version_lag", 0), ("top_logprobs", -1)):
+        yield from _range_faults(body, name, least, wrong_types)
     if body.get("on_stale") not in (None, *OnStale):
         yield "on_stale", f"must be one of {', '.join(OnStale)}, got {shown(body['on_stale'])}"
     if "stream_options" not in wrong_types:
-        yield from _stream_faults(body)
+        yield from _stream_faults(endpoint, body)
+
+
+def _number_faults(sampling: Mapping[str, Any], prompts: int, wrong_types: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return the faults of the number of answers per prompt. `sampling` has the sampling fields, and `wrong_types`
+    their faults that are already known."""
+    if out_of_range := list(_range_faults(sampling, "n", 1, wrong_types)):
+        return out_of_range
+    several = "n" not in wrong_types and (sampling.get("n") or 1) > 1
+    return list(_several_faults(sampling, prompts, wrong_types.keys())) if several else []
+
+
+def _range_faults(
+    fields: Mapping[str, Any], name: str, least: int, wrong_types: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    value = fields.get(name)
+    if name not in wrong_types and value is not None and not least <= value <= MOST_WHOLE:
+        yield name, f"must be a whole number in {least}..{MOST_WHOLE}, got {shown(value)}"
 
 
 def _several_faults(body: Mapping[str, Any], prompts: int, faulty: Collection[str]) -> Iterator[tuple[str, str]]:
@@ -168,9 +203,9 @@ def _several_faults(body: Mapping[str, Any], prompts: int, faulty: Collection[st
         yield "n", f"must be at most {MAX_ANSWERS // prompts} with {prompts} prompts, got {shown(answers)}"
 
 
-def _stream_faults(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _stream_faults(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     options = body.get("stream_options") or {}
-    if options and not body.get("stream"):
+    if options and not body.get("stream") and endpoint is not CompletionEndpoint.GENERATE:
         yield "stream_options", f"requires stream, got {shown(options)}"
     for name in ("include_usage", "continuous_usage_stats"):
         if type(options.get(name)) not in (bool, NoneType):
@@ -194,16 +229,13 @@ def _prompts(body: Mapping[str, Any]) -> Sequence[str | list[int] | None]:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
-        if _is_ids(prompt):
+        if is_token_ids(prompt):
             return [prompt]
-        if set(map(type, prompt)) == {str} or all(type(item) is list and item and _is_ids(item) for item in prompt):
+        if set(map(type, prompt)) == {str} or all(
+            type(item) is list and item and is_token_ids(item) for item in prompt
+        ):
             return prompt
     return []
-
-
-def _is_ids(items: list[Any]) -> bool:
-    # The engine checks the ids; the gateway only needs integers that an array can hold.
-    return set(map(type, items)) == {int} and min(items) >= 0 and max(items) < MOST_ID
 
 
 def _own_body(shared: Mapping[str, Any], prompt: str | list[int] | None, sample: int | None) -> Mapping[str, Any]:
@@ -233,7 +265,7 @@ def _form(
     endpoint: CompletionEndpoint, body: Mapping[str, Any], request_id: str, default_model: str, created_s: int
 ) -> ResponseForm:
     options = body.get("stream_options") or {}
-    logprobs = body.get("logprobs")
+    logprobs = sampling_fields(endpoint, body).get("logprobs")
     model = body.get("model")
     return ResponseForm(
         endpoint=endpoint,
@@ -242,6 +274,7 @@ def _form(
         created_unix_s=created_s,
         role=_role(body) if endpoint is CompletionEndpoint.CHAT else "assistant",
         token_ids=bool(body.get("return_token_ids")),
+        text=endpoint is not CompletionEndpoint.GENERATE or body.get("output_mode") == "text",
         policy_versions=bool(body.get("return_policy_versions")),
         logprobs=bool(logprobs) if endpoint is CompletionEndpoint.CHAT else logprobs is not None,
         top_logprobs=body.get("top_logprobs") or 0,

@@ -17,6 +17,7 @@ from orchestrrl.engines.base import CompletionEndpoint
 
 MOST_DEPTH = 128  # nesting depth of objects and lists
 MOST_FAULTS = 64  # faults reported at most
+MOST_ID = 2**32  # token ids are below this
 
 
 _values = reprlib.Repr()
@@ -101,6 +102,12 @@ def _is_unicode(text: str) -> bool:
 
 def is_whole(value: object) -> bool:
     return type(value) is int or (type(value) is float and value.is_integer())
+
+
+def is_token_ids(items: list[Any]) -> bool:
+    """Return whether the list is a prompt: not empty, and of integers that an array can hold. The engine checks the
+    ids."""
+    return set(map(type, items)) == {int} and min(items) >= 0 and max(items) < MOST_ID
 
 
 def _of(*kinds: type) -> Callable[[object], bool]:
@@ -188,9 +195,20 @@ _TYPES: Mapping[CompletionEndpoint, Mapping[str, _Type]] = {
         "logprobs": _FLAG,
         "messages": ("a list of objects with a role and a content", _is_messages),
     },
+    # The fields of the body and of its object `sampling_params`.
+    CompletionEndpoint.GENERATE: {
+        **_COMMON_TYPES,
+        "logprobs": _WHOLE,
+        **_fields_of(_WHOLE, "prompt_logprob_start"),
+        **_fields_of(_FLAG, "detokenize flat_logprobs reasoning_ended skip_clone skip_reading_prefix_cache"),
+        **_fields_of(_OBJECT, "extra_args features reasoning_parser_kwargs sampling_params"),
+        **_fields_of(_IDS, "token_ids trace_decode_token_ids"),
+        "content_parts": _OBJECTS,
+        "output_mode": _TEXT,
+    },
 }
 
-TYPED_FIELDS = frozenset().union(*_TYPES.values())
+TYPED_FIELDS = frozenset(_TYPES[CompletionEndpoint.COMPLETIONS]) | frozenset(_TYPES[CompletionEndpoint.CHAT])
 
 
 def type_faults(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> dict[str, str]:

@@ -18,6 +18,11 @@ from orchestrrl.gateway.moves.movable import UNTIED_FIELDS
 
 DONE = b"data: [DONE]\n\n"
 _CHAT_CHUNK = "chat.completion.chunk"
+_ID_PREFIXES = {
+    CompletionEndpoint.COMPLETIONS: "cmpl",
+    CompletionEndpoint.CHAT: "chatcmpl",
+    CompletionEndpoint.GENERATE: "generate-tokens",
+}
 # The fields of an answer or event that the gateway writes itself.
 _WRITTEN_FIELDS = frozenset({"id", "object", "created", "model", "choices", "usage"})
 
@@ -54,6 +59,7 @@ class ResponseForm:
     created_unix_s: int
     role: str = "assistant"
     token_ids: bool = False
+    text: bool = True  # False: the answer consists of tokens alone
     policy_versions: bool = False  # include the policy version of each token
     logprobs: bool = False
     top_logprobs: int = 0
@@ -66,7 +72,7 @@ class ResponseForm:
 
     @property
     def answer_id(self) -> str:
-        return f"{'chatcmpl' if self.chat else 'cmpl'}-{self.request_id}"
+        return f"{_ID_PREFIXES[self.endpoint]}-{self.request_id}"
 
     def head(self, chat_object: str) -> dict[str, Any]:
         """Return the fields of a response that precede the choices. `chat_object` is the value of `object` for the chat
@@ -134,7 +140,7 @@ def _choices(form: ResponseForm, records: Sequence[RequestRecord]) -> list[dict[
             passed_on = {**choice, "index": len(choices), **fields}
             if form.policy_versions:
                 tokens = len(choice.get("token_ids") or ()) or record.relayed_tokens
-                passed_on["policy_versions"] = _policy_versions(record, tokens)
+                passed_on["policy_versions"] = policy_versions(record, tokens)
             choices.append(passed_on)
     return choices
 
@@ -170,11 +176,11 @@ def _choice(form: ResponseForm, index: int, record: RequestRecord) -> dict[str, 
         if not form.chat:
             choice["prompt_token_ids"] = _prompt_ids(record)
     if form.policy_versions:
-        choice["policy_versions"] = _policy_versions(record, len(record.generated_ids))
+        choice["policy_versions"] = policy_versions(record, len(record.generated_ids))
     return choice
 
 
-def _policy_versions(record: RequestRecord, tokens: int) -> list[dict[str, int | None]]:
+def policy_versions(record: RequestRecord, tokens: int) -> list[dict[str, int | None]]:
     return [span._asdict() for span in record.versions.spans(tokens)]
 
 

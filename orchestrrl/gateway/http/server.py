@@ -19,12 +19,18 @@ from pydantic import BaseModel, ConfigDict, Field
 from orchestrrl import __version__
 from orchestrrl.core.errors import cut
 from orchestrrl.core.operations import OperationItemResult
-from orchestrrl.engines.base import CompletionEndpoint
+from orchestrrl.engines.base import PATHS, CompletionEndpoint
 from orchestrrl.gateway.core import Gateway, RequestGroup
 from orchestrrl.gateway.http.bodies import read_as, read_body
 from orchestrrl.gateway.http.completion_requests import read_completion_request
 from orchestrrl.gateway.http.connections import HttpAnswer, HttpConnection, HttpRequest, HttpServer, log_refusal
 from orchestrrl.gateway.http.field_types import HttpRefusal, name_set, read_json
+from orchestrrl.gateway.http.generate_responses import (
+    GenerateChunkWriter,
+    GenerateStream,
+    generate_response,
+    generate_usage_chunk,
+)
 from orchestrrl.gateway.http.pause import PauseEndpoints
 from orchestrrl.gateway.http.responses import DONE, ChunkWriter, event, response, usage_chunk
 from orchestrrl.gateway.ledger.ledger import RequestRecord
@@ -35,7 +41,7 @@ from planner.model import EngineId, MoveMethod, RequestId, RequestMove
 DRAIN_POLL_S = 0.05
 OPERATORS_WITHIN_S = 1.0  # time for pending operator responses at shutdown
 
-ENDPOINTS = {"/v1/completions": CompletionEndpoint.COMPLETIONS, "/v1/chat/completions": CompletionEndpoint.CHAT}
+ENDPOINTS = {path: endpoint for endpoint, path in PATHS.items()}
 OPERATOR_PREFIX = "/orchestrrl/"
 WILDCARDS = ("0.0.0.0", "::")
 
@@ -194,7 +200,10 @@ class GatewayServer:
         else:
             await job.run()
         if job.failure is None:
-            return HttpAnswer.of_json(response(job.request.form, job.records, job.request.answers_per_prompt))
+            form = job.request.form
+            if endpoint is CompletionEndpoint.GENERATE:
+                return HttpAnswer.of_json(generate_response(form, job.records))
+            return HttpAnswer.of_json(response(form, job.records, job.request.answers_per_prompt))
         error = job.failure.error.get("error")
         message = str(error.get("message") if isinstance(error, Mapping) else error)
         log_refusal(_asked(request), connection.peer, job.failure.status, message)
@@ -347,14 +356,19 @@ async def _stream(connection: HttpConnection, job: RequestGroup) -> None:
     """Run the request and write its answers as server-sent events. Text that a slow client has not read stays in the
     records. If the request fails before the first event, nothing is written."""
     indices = {record.id: index for index, record in enumerate(job.records)}
-    writers: dict[RequestId, ChunkWriter] = {}  # created once the answer's creation time is known
+    writers: dict[RequestId, ChunkWriter | GenerateChunkWriter] = {}  # created once the creation time is known
+    generates = job.request.form.endpoint is CompletionEndpoint.GENERATE
+    stream = GenerateStream(job.request.form)
 
     def write(record: RequestRecord) -> None:
         # Nothing is written before the first token, so that an engine's refusal keeps its status.
         if not connection.writable or record.failure is not None:
             return
         if record.id not in writers:
-            writers[record.id] = ChunkWriter(job.request.form, indices[record.id], record)
+            index = indices[record.id]
+            writers[record.id] = (
+                stream.writer(index, record) if generates else ChunkWriter(job.request.form, index, record)
+            )
         if data := writers[record.id].news():
             connection.piece(data)
 
@@ -374,7 +388,11 @@ async def _stream(connection: HttpConnection, job: RequestGroup) -> None:
     if job.failure is not None:
         last = event(job.failure.error)
     elif form.usage:
-        last = usage_chunk(form, job.records, job.request.answers_per_prompt)
+        last = (
+            generate_usage_chunk(form, job.records)
+            if generates
+            else usage_chunk(form, job.records, job.request.answers_per_prompt)
+        )
     connection.piece(last + DONE, last=True)
 
 

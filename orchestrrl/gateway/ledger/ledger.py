@@ -9,7 +9,7 @@ engines.
 import io
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
@@ -82,6 +82,18 @@ class PolicyVersions:
             for (start, version), end in zip(self._starts, ends, strict=True)
             if end > start
         )
+
+    def correct(self, spans: Sequence[VersionSpan]) -> None:
+        """Replace the versions from the first token of `spans` on. `spans` are contiguous and in order."""
+        if not spans:
+            return
+        kept, first = self._starts, spans[0].start
+        self._starts, self.newest, self.oldest = [], None, None
+        for start, version in kept:
+            if start < first:
+                self.add(version, start)
+        for span in spans:
+            self.add(span.version, span.start)
 
     def lag(self, newest: int | None) -> int:
         """Return the number of versions by which the answer's oldest token is behind `newest`. Return 0 if either
@@ -168,6 +180,11 @@ class RequestRecord:
     @property
     def done(self) -> bool:
         return self.finish_reason is not None or self.failure is not None
+
+    @property
+    def textual(self) -> bool:
+        """Return whether the answer has text. The generate endpoint returns text only if the request asks for it."""
+        return self.endpoint is not CompletionEndpoint.GENERATE or self.body.get("output_mode") == "text"
 
     @property
     def text(self) -> str:

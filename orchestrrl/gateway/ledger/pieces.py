@@ -15,9 +15,13 @@ from typing import Any, NamedTuple
 
 from orchestrrl.engines.base import Chunk, CompletionEndpoint, TokenLogprob
 from orchestrrl.gateway.ledger.ledger import RequestRecord
+from orchestrrl.gateway.ledger.weight_labels import correct_versions
+from orchestrrl.gateway.moves.generate_fields import multimodal
 from orchestrrl.gateway.moves.reseed import RESEEDED
 
 _FINAL_FIELDS = ("stop_reason", "answer_fields", "usage")
+# Lists in a choice that grow with the answer.
+_GROWING_FIELDS = (RESEEDED, "sampling_mask")
 # Fields that shape the response but do not identify the request.
 _FORM = frozenset({"stream", "stream_options", "return_policy_versions", "request_id"})
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
@@ -61,12 +65,13 @@ def digest_of(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> bytes:
     rest = {name: value for name, value in body.items() if name not in _FORM}
     digest = hashlib.blake2b(endpoint.encode(), digest_size=16)
     # Prompts are long, and JSON encoding of numbers is slow.
-    prompt = rest.get("prompt")
+    name = "token_ids" if endpoint is CompletionEndpoint.GENERATE else "prompt"
+    prompt = rest.get(name)
     if isinstance(prompt, str):
-        rest["prompt"] = "text"
+        rest[name] = "text"
         digest.update(prompt.encode("utf-8", "surrogatepass"))
     elif isinstance(prompt, list) and set(map(type, prompt)) == {int}:
-        rest["prompt"] = "ids"
+        rest[name] = "ids"
         digest.update(array("I", prompt).tobytes())
     digest.update(b"\0")
     digest.update(_canonical(rest).encode())
@@ -83,13 +88,17 @@ class RecordCutter:
         self._prompt_wanted = prompt_wanted
         self._answer = answer
         # The client sent token ids, and will send them again.
-        self._prompt_given = isinstance(record.body.get("prompt"), list)
+        if record.endpoint is CompletionEndpoint.GENERATE:
+            self._prompt_given = not multimodal(record.body)
+        else:
+            self._prompt_given = isinstance(record.body.get("prompt"), list)
         self.restart()
 
     def restart(self) -> None:
         """Start over, so that the next piece has number 0 and contains the whole answer so far."""
         self._ids = self.record.generated_ids
-        self._number = self._tokens = self._chars = self._logprobs = self._extras = self._seeds = 0
+        self._number = self._tokens = self._chars = self._logprobs = self._extras = 0
+        self._listed = dict.fromkeys(_GROWING_FIELDS, 0)
         self._prompt_logged = self._prompt_given
         self._ended = False
 
@@ -102,7 +111,7 @@ class RecordCutter:
         self._chars = len(record.text)
         self._logprobs = len(record.logprobs or ())
         self._extras = len(record.extras)
-        self._seeds = len(record.choice_fields.get(RESEEDED, ()))
+        self._listed = {name: len(record.choice_fields.get(name) or ()) for name in _GROWING_FIELDS}
         self._prompt_logged = True
         self._ended = record.finish_reason is not None
 
@@ -162,20 +171,23 @@ class RecordCutter:
         if record.logprobs is not None:
             new = record.logprobs[self._logprobs :]
             self._logprobs += len(new)
-            more["logprobs"] = [(item.token, item.logprob, item.top) for item in new]
+            more["logprobs"] = [
+                (item.token, item.logprob, item.top, *([item.ranks] if item.ranks else [])) for item in new
+            ]
         if len(record.extras) > self._extras:
             more["extras"] = record.extras[self._extras :]
             self._extras = len(record.extras)
         if record.immovable_because:
             more["immovable_because"] = record.immovable_because
         fields = {}
-        if new_seeds := record.choice_fields.get(RESEEDED, [])[self._seeds :]:
-            fields[RESEEDED] = new_seeds
-            self._seeds += len(new_seeds)
+        for name, listed in self._listed.items():
+            if new_entries := (record.choice_fields.get(name) or [])[listed:]:
+                fields[name] = new_entries
+                self._listed[name] += len(new_entries)
         if ends is not None:
             final = {name: getattr(record, name) for name in _FINAL_FIELDS}
             more.update({name: value for name, value in final.items() if value not in (None, {})})
-            fields = {name: value for name, value in record.choice_fields.items() if name != RESEEDED} | fields
+            fields = {k: value for k, value in record.choice_fields.items() if k not in _GROWING_FIELDS} | fields
         if fields:
             more["choice_fields"] = fields
         return more
@@ -244,7 +256,10 @@ def _append(record: RequestRecord, piece: AnswerPiece, now_s: float) -> None:
     start = len(record.generated_ids)
     begins = [(start, piece.version), *more.get("changes", ())]
     ends = [begin for begin, _ in begins[1:]] + [start + len(ids)]
-    logprobs = [TokenLogprob(token, value, tuple(map(tuple, top))) for token, value, top in more.get("logprobs", ())]
+    logprobs = [
+        TokenLogprob(token, value, tuple(map(tuple, top)), *map(tuple, ranks))
+        for token, value, top, *ranks in more.get("logprobs", ())
+    ]
     by_token = len(logprobs) == len(ids)  # otherwise all logprobs go with the last tokens
     for (begin, version), end in zip(begins, ends, strict=True):
         last = end == start + len(ids)
@@ -256,3 +271,4 @@ def _append(record: RequestRecord, piece: AnswerPiece, now_s: float) -> None:
             answer_fields=more.get("answer_fields") if last else None,
         )
         record.append(chunk, piece.text.decode("utf-8", "surrogatepass") if last else "", None, now_s, version)
+    correct_versions(record.versions, more.get("choice_fields"))

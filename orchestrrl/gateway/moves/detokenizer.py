@@ -91,7 +91,8 @@ class TextAfterCut:
         if not chunk.token_ids:
             return ""
         self._tokens.extend(chunk.token_ids)
-        shows_stop = chunk.finish_reason != "stop" or self._record.body.get("include_stop_str_in_output")
+        sampling = sampling_fields(self._record.endpoint, self._record.body)
+        shows_stop = chunk.finish_reason != "stop" or sampling.get("include_stop_str_in_output")
         try:
             text = await self._decode(self._tokens if shows_stop else self._tokens[:-1])
         except Permanent as error:
@@ -115,11 +116,11 @@ def last_tokens(record: RequestRecord) -> list[int]:
 
 
 async def text_after_cut(record: RequestRecord, backend: EngineBackend, fleet: EngineBackends) -> TextAfterCut | None:
-    """Return the TextAfterCut for the record, or None if the record has no tokens or its tokens end with a complete
-    character."""
+    """Return the TextAfterCut for the record, or None if the record has no tokens, its tokens end with a complete
+    character or its answer has no text."""
     # With stop strings, the text also lacks characters that were withheld.
     complete = record.text_complete and not stop_strings(sampling_fields(record.endpoint, record.body))
-    if complete or not record.generated_ids:
+    if complete or not record.generated_ids or not record.textual:
         return None
     window = last_tokens(record)
     decode = partial(detokenize, fleet, backend)

@@ -6,11 +6,13 @@ stays the same if the next token depends only on the whole context, and not on t
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from orchestrrl.core.errors import cut, path_of
 from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.gateway.http.field_types import TYPED_FIELDS, name_set
+from orchestrrl.gateway.moves.generate_fields import apply_rule, continued_generate, multimodal, sampling_params
 from orchestrrl.gateway.moves.reseed import drawing_seed, seed_at
 
 # OpenAI's default for completions, which vLLM follows. A chat answer may fill the engine's context.
@@ -38,7 +40,8 @@ _TIED: Mapping[str, str] = {
     "bad_words": "a bad word may span the cut",
     "repetition_detection": "counts generated tokens only",
     # The user's own code may keep state that the gateway cannot read.
-    **dict.fromkeys(("logits_processors", "vllm_xargs"), "custom code may keep state"),
+    **dict.fromkeys(("logits_processors", "vllm_xargs", "extra_args"), "custom code may keep state"),
+    "trace_decode_token_ids": "the given tokens are counted from where the answer began",
     "watermarking": "the watermark depends on where the answer began",
     # The prompt is not a list of token ids.
     "prompt_embeds": "the prompt does not consist of tokens",
@@ -49,7 +52,10 @@ _LOOKED_AT = frozenset(_TIED) | _CONDITIONAL
 # Fields that need the engine's own answer: the body is sent unchanged, and the answer is relayed.
 _RELAYED: Mapping[str, str] = {
     "echo": "the answer begins with the prompt",
-    "prompt_logprobs": "only the engine's own whole answer contains the prompt's logprobs",
+    **dict.fromkeys(
+        ("prompt_logprobs", "prompt_logprob_token_ids"),
+        "only the engine's own whole answer contains the prompt's logprobs",
+    ),
     "routed_experts_prompt_start": "only the engine's own whole answer contains routed experts",
     "logprob_token_ids": "only the engine's own answer contains logprobs of these tokens",
     # Several hypotheses are alive at once, and one is chosen at the end.
@@ -76,6 +82,9 @@ PORTABLE_FIELDS = frozenset({"system_fingerprint", "service_tier", "matched_stop
 # ... and the others describe one attempt, so they are omitted from an answer of several attempts.
 UNTIED_FIELDS = PORTABLE_FIELDS | {"metrics", "prompt_text"}
 
+# Choice fields with an entry per token or span of tokens, which are joined over the attempts.
+JOINED_FIELDS = frozenset({"sampling_mask", "weight_versions"})
+
 # Fields of the chat endpoint only. The prompt's tokens already contain their effect, and logprobs have another form.
 _CHAT_ONLY = name_set(
     """
@@ -90,13 +99,16 @@ _PROMPT_SHAPING = name_set("prompt suffix truncate_prompt_tokens truncation_side
 
 
 def sampling_fields(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields that control sampling. Completions and chats have them in the body itself."""
-    return body
+    """Return the fields that control sampling. Completions and chats have them in the body itself, and the generate
+    endpoint in the object `sampling_params`."""
+    return sampling_params(body) if endpoint is CompletionEndpoint.GENERATE else body
 
 
 def immovable_because(endpoint: CompletionEndpoint, body: Mapping[str, Any], *, reseed: bool = False) -> str:
     """Return the reason why a running request may not continue on another engine, or "" if it may continue. `reseed` is
     True if seeded sampling may continue with another seed (reseed.py)."""
+    if endpoint is CompletionEndpoint.GENERATE:
+        return apply_rule(partial(immovable_because, reseed=reseed), body) or multimodal(body)
     if relayed := relayed_because(endpoint, body):
         return relayed
     sampling = sampling_fields(endpoint, body)
@@ -137,6 +149,8 @@ def _is_harmless(endpoint: CompletionEndpoint, sampling: Mapping[str, Any], name
 def relayed_because(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> str:
     """Return the reason why the body must be sent unchanged and the engine's answer relayed, or "" if that is not
     necessary. A relayed request stays on its engine."""
+    if endpoint is CompletionEndpoint.GENERATE:
+        return apply_rule(relayed_because, body)
     for name, value in body.items():
         if name in _RELAYED:
             if value is not None if name in _ASKED_BY_ZERO else value:
@@ -162,7 +176,7 @@ def _has_media(messages: object) -> bool:
 def max_answer_tokens(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> int | None:
     """Return the maximum number of tokens of the answer. Return None if only the engine's context length limits the
     answer, or if the requested limit is invalid. The engine reports an invalid limit."""
-    asked = body.get("max_tokens")
+    asked = sampling_fields(endpoint, body).get("max_tokens")
     if endpoint is CompletionEndpoint.CHAT and body.get("max_completion_tokens") is not None:
         asked = body["max_completion_tokens"]
     if asked is None and endpoint is CompletionEndpoint.COMPLETIONS:
@@ -177,10 +191,13 @@ def continued(
     generated_ids: Sequence[int],
     max_tokens: int,
 ) -> dict[str, Any]:
-    """Return the body of a completion that continues after `generated_ids`. `max_tokens` is the limit for the whole
-    answer and must exceed the number of generated tokens."""
+    """Return the body that continues after `generated_ids`: of a request to the generate endpoint if `endpoint` is that
+    endpoint, else of a completion. `max_tokens` is the limit for the whole answer and must exceed the number of
+    generated tokens."""
     dropped = _PROMPT_SHAPING | _CHAT_ONLY if endpoint is CompletionEndpoint.CHAT else _PROMPT_SHAPING
     sampling = continued_sampling(sampling_fields(endpoint, body), len(generated_ids), max_tokens)
+    if endpoint is CompletionEndpoint.GENERATE:
+        return continued_generate(body, [*prompt_ids, *generated_ids], sampling)
     new = {name: value for name, value in sampling.items() if name not in dropped}
     new["prompt"] = [*prompt_ids, *generated_ids]
     # The ids already contain the special tokens at the start of the prompt.

@@ -5,7 +5,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from orchestrrl.core.operations import EngineRoute
-from orchestrrl.engines.base import Engine, EngineCapabilities
+from orchestrrl.engines.base import CompletionEndpoint, Engine, EngineCapabilities
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.routing.strategies import EngineLoad, concurrency_cap
 from planner.model import EngineHealth, RequestId, RequestState
@@ -57,6 +57,10 @@ class EngineBackend(EngineLoad):
             and not self.outdated
             and self.route.health is not EngineHealth.NONSENSE
         )
+
+    def offers(self, endpoint: CompletionEndpoint) -> bool:
+        """Return whether the engine offers the endpoint, as far as its capabilities are known."""
+        return endpoint is not CompletionEndpoint.GENERATE or self.capabilities is None or self.capabilities.generate
 
     @property
     def in_use(self) -> bool:

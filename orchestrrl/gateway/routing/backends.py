@@ -16,7 +16,7 @@ from orchestrrl.core.clock import Clock, stop
 from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.core.nodes import GatewayEngine
 from orchestrrl.core.operations import EngineRoute
-from orchestrrl.engines.base import Engine, EngineCapabilities
+from orchestrrl.engines.base import CompletionEndpoint, Engine, EngineCapabilities
 from orchestrrl.gateway.failovers import FailoverCounter
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.routing.backend import EngineBackend
@@ -411,6 +411,21 @@ class EngineBackends:
         if backend.learning is None or backend.learning.done():
             backend.learning = self.in_background(self._learn(backend))
         await asyncio.wait({backend.learning}, timeout=LEARN_S)
+
+    async def lacking(self, endpoint: CompletionEndpoint) -> frozenset[EngineId]:
+        """Return the engines to which requests to the endpoint must not be sent. Every engine offers completions and
+        chats. An engine whose capabilities are unknown may offer any endpoint, and is used if no engine is known to
+        offer this one."""
+        if endpoint is not CompletionEndpoint.GENERATE:
+            return frozenset()
+        if not self._known_to_offer(endpoint):
+            await asyncio.gather(*(self.learn(backend) for backend in self if backend.usable))
+        wait = self._known_to_offer(endpoint)
+        unknown = {backend.id for backend in self if wait and backend.capabilities is None and not backend.unlearnable}
+        return frozenset(backend.id for backend in self if not backend.offers(endpoint)) | unknown
+
+    def _known_to_offer(self, endpoint: CompletionEndpoint) -> bool:
+        return any(backend.usable and backend.capabilities is not None and backend.offers(endpoint) for backend in self)
 
     async def _learn(self, backend: EngineBackend) -> None:
         try:

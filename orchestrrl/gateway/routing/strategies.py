@@ -189,7 +189,7 @@ def prefix_of(group: str, body: Mapping[str, Any]) -> int:
     has one, else of the prompt's first tokens or characters. Returns 0 if there is neither a group nor a prompt."""
     if group:
         return _digest(b"group", group.encode())
-    prompt = body.get("prompt")
+    prompt = body.get("prompt", body.get("token_ids"))
     if isinstance(prompt, str):
         return _digest(b"text", prompt[:PREFIX_CHARACTERS].encode(errors="surrogatepass"))
     if isinstance(prompt, list | tuple):

@@ -45,6 +45,7 @@ class EngineAttempt:
         self._version = backend.policy_version  # policy version of the latest tokens
         self._continues = bool(record.generated_ids)
         self._generates = record.endpoint is CompletionEndpoint.GENERATE
+        self._joined_fields = JOINED_FIELDS if self._generates else frozenset()
         self._start = 0  # tokens of earlier attempts
         self.joinable = True  # False: the engine's fields describe only the last part of the answer
         self._gathered = False  # the engine collects several tokens per chunk
@@ -191,7 +192,8 @@ class EngineAttempt:
         cannot be left out and nothing has been delivered yet, set `joinable` to False, so that the answer starts
         over."""
         record, backend = self._record, self._backend
-        tying = next((name for name in chunk.choice_fields or () if name not in UNTIED_FIELDS | JOINED_FIELDS), "")
+        untied = UNTIED_FIELDS | self._joined_fields
+        tying = next((name for name in chunk.choice_fields or () if name not in untied), "")
         tying = tying or next((name for name in chunk.answer_fields or () if name not in UNTIED_FIELDS), "")
         if tying:
             if not record.immovable_because:  # otherwise an option of this request may cause the field
@@ -205,7 +207,7 @@ class EngineAttempt:
                 "request %s was moved, and %s returns %s for its last part: %s", record.id, backend.id, tying, lost
             )
             self.joinable = record.delivered
-        portable = PORTABLE_FIELDS | JOINED_FIELDS
+        portable = PORTABLE_FIELDS | self._joined_fields
         fields = {name: value for name, value in (chunk.choice_fields or {}).items() if name in portable}
         if WEIGHT_VERSIONS in fields:
             fields[WEIGHT_VERSIONS] = joined_labels(record.versions, self._start, fields[WEIGHT_VERSIONS])
@@ -251,7 +253,8 @@ class EngineAttempt:
             version, self._version = (self._version if gathered else version), version
         self._gathered = self._gathered or len(chunk.token_ids) > 1
         record.append(chunk, text, extra, now_s, version)
-        correct_versions(record.versions, chunk.choice_fields)
+        if self._generates:
+            correct_versions(record.versions, chunk.choice_fields)
         record.usage = chunk.usage if chunk.usage is not None else record.usage
         backend.advance(record, context_before, was, now_s)
         if chunk.token_ids:

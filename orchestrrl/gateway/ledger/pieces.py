@@ -271,4 +271,5 @@ def _append(record: RequestRecord, piece: AnswerPiece, now_s: float) -> None:
             answer_fields=more.get("answer_fields") if last else None,
         )
         record.append(chunk, piece.text.decode("utf-8", "surrogatepass") if last else "", None, now_s, version)
-    correct_versions(record.versions, more.get("choice_fields"))
+    if record.endpoint is CompletionEndpoint.GENERATE:
+        correct_versions(record.versions, more.get("choice_fields"))

@@ -82,7 +82,7 @@ PORTABLE_FIELDS = frozenset({"system_fingerprint", "service_tier", "matched_stop
 # ... and the others describe one attempt, so they are omitted from an answer of several attempts.
 UNTIED_FIELDS = PORTABLE_FIELDS | {"metrics", "prompt_text"}
 
-# Choice fields with an entry per token or span of tokens, which are joined over the attempts.
+# Choice fields of the generate endpoint with entries for tokens or spans of tokens, which are joined over the attempts.
 JOINED_FIELDS = frozenset({"sampling_mask", "weight_versions"})
 
 # Fields of the chat endpoint only. The prompt's tokens already contain their effect, and logprobs have another form.

@@ -65,6 +65,7 @@ CAPABILITIES = Codec(
     ),
     parses_chats=LOCAL,
     routed_experts=LOCAL,
+    generate=LOCAL,
 )
 SAMPLE = Codec(EngineSample, pb.EngineSample, loaded_tokens_total=LOCAL, server=LOCAL)
 ENGINE_REPORT = Codec(

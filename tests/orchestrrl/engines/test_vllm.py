@@ -244,7 +244,7 @@ async def test_malformed_event_is_permanent(serve: Serve, event: str) -> None:
         await chunks_of(await serve(streaming(event)))
 
 
-async def test_abort_sends_both_id_forms_and_never_an_empty_list(serve: Serve) -> None:
+async def test_abort_sends_all_id_forms_and_never_an_empty_list(serve: Serve) -> None:
     bodies: list[Any] = []
 
     async def handler(asked: web.Request) -> web.StreamResponse:
@@ -254,7 +254,7 @@ async def test_abort_sends_both_id_forms_and_never_an_empty_list(serve: Serve) -
     engine = await serve(routes={"/abort_requests": handler})
     await engine.abort(["x1"])
     await engine.abort([])
-    assert bodies == [{"request_ids": ["cmpl-x1-0", "chatcmpl-x1"]}]
+    assert bodies == [{"request_ids": ["cmpl-x1-0", "chatcmpl-x1", "generate-tokens-x1"]}]
 
 
 @pytest.mark.parametrize("events", [(FIRST,), ()], ids=["after its first token", "before its first token"])

@@ -20,6 +20,7 @@ from orchestrrl.engines.base import (
 )
 from orchestrrl.gateway.core import Gateway, RequestGroup
 from orchestrrl.gateway.http.completion_requests import CompletionRequest, read_completion_request
+from orchestrrl.gateway.moves.movable import sampling_fields
 from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends
 from planner.model import EngineId, NodeId
@@ -99,6 +100,12 @@ def logprob_of(context: Sequence[int], token: int) -> TokenLogprob:
     return TokenLogprob(f"<{token}>", value, ((f"<{token}>", value), (f"<{(token + 1) % 256}>", value - 1)))
 
 
+def by_id(item: TokenLogprob) -> TokenLogprob:
+    """Return the entry as the generate endpoint returns it: with token ids, and with ranks."""
+    top = tuple((f"token_id:{token[1:-1]}", value) for token, value in item.top)
+    return TokenLogprob(f"token_id:{item.token[1:-1]}", item.logprob, top, (*range(1, len(top) + 1), None))
+
+
 @dataclass(slots=True)
 class Attempt:
     request: GenerationRequest
@@ -108,6 +115,16 @@ class Attempt:
     min_left: int
     detokenizer: ReferenceDetokenizer
     told_prompt: bool = False
+    answered: int = 0
+
+    @property
+    def textual(self) -> bool:
+        body = self.request.body
+        return self.request.endpoint is not CompletionEndpoint.GENERATE or body.get("output_mode") == "text"
+
+    def text(self, *, ends: bool) -> str:
+        news = self.detokenizer.news(ends=ends)
+        return news if self.textual else ""
 
 
 @dataclass
@@ -131,6 +148,8 @@ class FakeEngine:
     parses_chats: bool = False
     constrains: bool = False  # chats with tools have a grammar
     routed_experts: bool = False  # only its non-streamed answers include them
+    generate_endpoint: bool = True
+    label: str = "default"  # of its weights
 
     # --- controls for tests ---
 
@@ -151,7 +170,7 @@ class FakeEngine:
     def give_up_all(self) -> None:
         """Abort all requests, as a pause with mode ABORT does."""
         for attempt in self.attempts.values():
-            attempt.chunks.put_nowait(Chunk(text=attempt.detokenizer.news(ends=True), finish_reason="abort"))
+            attempt.chunks.put_nowait(Chunk(text=attempt.text(ends=True), finish_reason="abort"))
         self.attempts.clear()
 
     def _break_all(self, error: Exception) -> None:
@@ -160,7 +179,7 @@ class FakeEngine:
         self.attempts.clear()
 
     def _advance(self, attempt: Attempt) -> None:
-        body = attempt.request.body
+        request = attempt.request
         tokens: list[int] = []
         logprobs: list[TokenLogprob] = []
         finish_reason, detokenizer = None, attempt.detokenizer
@@ -180,16 +199,24 @@ class FakeEngine:
         if not attempt.told_prompt:
             prompt = tuple(attempt.context[: len(attempt.context) - len(tokens)])
             attempt.told_prompt = True
-        wanted = body.get("logprobs")
+        attempt.answered += len(tokens)
+        wanted = sampling_fields(request.endpoint, request.body).get("logprobs")
         asked = wanted is not None and wanted is not False  # 0 requests those of the sampled tokens
+        fields: dict[str, Any] = {}
+        if request.endpoint is CompletionEndpoint.GENERATE:
+            logprobs = logprobs if attempt.textual else [by_id(item) for item in logprobs]
+            spans = [{"version": self.label, "start": 0, "end": attempt.answered}]
+            fields = {"sampling_mask": [[token] for token in tokens]}
+            fields |= {"weight_versions": spans} if finish_reason is not None else {}
         attempt.chunks.put_nowait(
             Chunk(
                 token_ids=tuple(tokens),
-                text=detokenizer.news(ends=finish_reason is not None),
+                text=attempt.text(ends=finish_reason is not None),
                 prompt_token_ids=prompt,
                 logprobs=tuple(logprobs) if asked else None,
                 finish_reason=finish_reason,
                 stop_reason=detokenizer.matched,
+                choice_fields=fields or None,
             )
         )
         if finish_reason is not None:
@@ -204,7 +231,8 @@ class FakeEngine:
         if self.refuses is not None:
             raise self.refuses
         prompt = prompt_of(request)
-        limit = request.body.get("max_tokens")
+        sampling = sampling_fields(request.endpoint, request.body)
+        limit = sampling.get("max_tokens")
         if limit is None:
             limit = 16 if request.endpoint is CompletionEndpoint.COMPLETIONS else MODEL_LENGTH - len(prompt)
         assert limit >= 1
@@ -213,8 +241,8 @@ class FakeEngine:
             asyncio.Queue(),
             list(prompt),
             limit,
-            request.body.get("min_tokens") or 0,
-            ReferenceDetokenizer(request.body, DecodeStream(prompt).step),
+            sampling.get("min_tokens") or 0,
+            ReferenceDetokenizer(sampling, DecodeStream(prompt).step),
         )
         self.attempts[request.request_id] = attempt
         try:
@@ -245,6 +273,7 @@ class FakeEngine:
             pause=self.can_pause,
             parses_chats=self.parses_chats,
             routed_experts=self.routed_experts,
+            generate=self.generate_endpoint,
             max_sequences=self.max_sequences,
         )
 
@@ -306,6 +335,8 @@ def parsed(text: str) -> dict[str, Any]:
 
 
 def prompt_of(request: GenerationRequest) -> list[int]:
+    if request.endpoint is CompletionEndpoint.GENERATE:
+        return list(request.body["token_ids"])
     if request.endpoint is CompletionEndpoint.CHAT:
         return chat_prompt(request.body["messages"])
     prompt = request.body["prompt"]

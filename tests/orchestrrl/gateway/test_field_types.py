@@ -11,12 +11,13 @@ from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.gateway.http.completion_requests import read_completion_request
 from orchestrrl.gateway.http.field_types import HttpRefusal, read_json, type_faults, with_types
 from orchestrrl.gateway.ledger.pieces import digest_of
-from orchestrrl.gateway.moves.movable import KNOWN_FIELDS, continued
+from orchestrrl.gateway.moves.movable import KNOWN_FIELDS, continued, sampling_fields
 
 TEXT = st.text(st.characters(categories=None), max_size=6)  # includes lone surrogates
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXT
 JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3))
-NAMES = st.sampled_from([*sorted(KNOWN_FIELDS), "return_nothing", "not_known"])
+GENERATE_ONLY = ("content_parts", "detokenize", "features", "output_mode", "token_ids", "token_offsets")
+NAMES = st.sampled_from([*sorted(KNOWN_FIELDS), *GENERATE_ONLY, "return_nothing", "not_known"])
 BODIES = st.dictionaries(NAMES, JSON, max_size=4)
 
 
@@ -62,9 +63,15 @@ def test_nesting_depth_is_bounded(depth: int, kind: str) -> None:
             read_json(text)
 
 
-@given(st.sampled_from(CompletionEndpoint), BODIES)
-def test_any_body_is_accepted_or_refused_with_a_path(endpoint: CompletionEndpoint, fields: dict[str, Any]) -> None:
-    needed = {"prompt": "a"} if endpoint is CompletionEndpoint.COMPLETIONS else {"messages": [{"role": "user"}]}
+@given(st.sampled_from(CompletionEndpoint), BODIES, BODIES)
+def test_any_body_is_accepted_or_refused_with_a_path(
+    endpoint: CompletionEndpoint, fields: dict[str, Any], sampling: dict[str, Any]
+) -> None:
+    needed: dict[str, Any] = {
+        CompletionEndpoint.COMPLETIONS: {"prompt": "a"},
+        CompletionEndpoint.CHAT: {"messages": [{"role": "user"}]},
+        CompletionEndpoint.GENERATE: {"token_ids": [1], "sampling_params": sampling},
+    }[endpoint]
     refused_for = ""
     try:
         body = read_json(json.dumps({**needed, **fields}).encode())
@@ -78,7 +85,8 @@ def test_any_body_is_accepted_or_refused_with_a_path(endpoint: CompletionEndpoin
         assert fits({**record.body, **record.form_fields})
         on = continued(endpoint, record.body, [1], [2], record.max_tokens or 9)
         assert fits(on)
-        assert record.max_tokens is None or on["max_tokens"] == record.max_tokens - 1
+        left = sampling_fields(endpoint, on)["max_tokens"]
+        assert record.max_tokens is None or left == record.max_tokens - 1
         digest_of(endpoint, record.body)
         if record.relayed_because:
             assert record.immovable_because

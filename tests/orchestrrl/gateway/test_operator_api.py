@@ -43,7 +43,7 @@ def test_all_operator_routes_are_listed() -> None:
     )
     common = {("GET", path) for path in ("/health", "/metrics", "/version")}
     assert operator - common == {(method, path.partition("?")[0]) for method, path in OPERATOR}
-    asks = {("POST", "/v1/completions"), ("POST", "/v1/chat/completions")}
+    asks = {("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")}
     assert trainers - common == {("GET", "/v1/models")} | asks
 
 

@@ -16,7 +16,7 @@ from planner.model import EngineId, RequestMove, RequestState
 from tests.orchestrrl.gateway.fakes import RunningGroup, World, chat_prompt, undisturbed, world
 
 ENGINES = ("e0", "e1", "e2")
-REQUESTS = 3
+REQUESTS = 4
 
 engines = st.sampled_from(ENGINES)
 requests = st.integers(0, REQUESTS - 1)
@@ -40,7 +40,7 @@ events = st.one_of(
 
 
 class Schedule:
-    """Runs events on a world with three requests: one non-streamed, one streamed, one chat."""
+    """Runs events on a world with four requests: one non-streamed, one streamed, one chat, one of tokens alone."""
 
     def __init__(self, tokens_per_step: int, max_tokens: int) -> None:
         self.w: World = world(len(ENGINES), stall_s=40.0, engine_wait_s=1e6, failures=10**6)
@@ -49,6 +49,7 @@ class Schedule:
             list(b"first"),
             list("zweite 漢".encode())[:-1],
             chat_prompt([{"role": "user", "content": "third"}]),
+            list("vier é".encode()),
         ]
         self.jobs: list[RunningGroup] = []
         self.read: list[list[AnswerDelta]] = [[] for _ in range(REQUESTS)]
@@ -70,6 +71,13 @@ class Schedule:
                     stream=True,
                     logprobs=True,
                     request_id="q2",
+                ),
+                self.w.ask(
+                    CompletionEndpoint.GENERATE,
+                    token_ids=self.prompts[3],
+                    sampling_params={"max_tokens": limit, "logprobs": 1},
+                    stream=True,
+                    request_id="q3",
                 ),
             ):
                 self.jobs.append(await stack.enter_async_context(self.w.gateway.request_group(ask)))
@@ -150,11 +158,16 @@ class Schedule:
             assert record.failure is None
             tokens, text, finish_reason = undisturbed(prompt, self.max_tokens)
             assert list(record.generated_ids) == tokens
+            tokens_only = index == 3
+            text = "" if tokens_only else text
             assert record.text == text
             assert record.finish_reason == finish_reason
             if index != 1:
                 assert record.logprobs is not None
-                assert [item.token for item in record.logprobs] == [f"<{token}>" for token in tokens]
+                shown = "token_id:{}" if tokens_only else "<{}>"
+                assert [item.token for item in record.logprobs] == [shown.format(token) for token in tokens]
+                if tokens_only:
+                    assert record.choice_fields["sampling_mask"] == [[token] for token in tokens]
             if record.streaming:
                 self.take(index)
                 deltas = self.read[index]

@@ -12,7 +12,17 @@ from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.gateway.ledger import store as store_module
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
-from tests.orchestrrl.gateway.fakes import EOS, RunningGroup, World, chat_prompt, logprob_of, undisturbed, world
+from orchestrrl.gateway.moves.movable import sampling_fields
+from tests.orchestrrl.gateway.fakes import (
+    EOS,
+    RunningGroup,
+    World,
+    chat_prompt,
+    logprob_of,
+    prompt_of,
+    undisturbed,
+    world,
+)
 
 PROMPT = "12 ab"
 MAX_TOKENS = 24
@@ -30,8 +40,17 @@ BODIES: dict[CompletionEndpoint, dict[str, Any]] = {
         "min_tokens": MAX_TOKENS,
         "logprobs": True,
     },
+    CompletionEndpoint.GENERATE: {
+        "token_ids": list(PROMPT.encode()),
+        "sampling_params": {"max_tokens": MAX_TOKENS, "min_tokens": MAX_TOKENS, "logprobs": 1},
+        "output_mode": "text",
+    },
 }
-PROMPTS = {CompletionEndpoint.COMPLETIONS: list(PROMPT.encode()), CompletionEndpoint.CHAT: chat_prompt(MESSAGES)}
+PROMPTS = {
+    CompletionEndpoint.COMPLETIONS: list(PROMPT.encode()),
+    CompletionEndpoint.CHAT: chat_prompt(MESSAGES),
+    CompletionEndpoint.GENERATE: list(PROMPT.encode()),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -100,8 +119,10 @@ async def test_answer_cut_after_any_number_of_tokens_is_resumed(
             assert "".join(delta.text for delta in deltas) == record.text
             assert [token for delta in deltas for token in delta.chunk.token_ids] == list(record.generated_ids)
         (request,) = [request for engine in then.engines.values() for request in engine.seen]
-        assert len(request.body["prompt"]) == len(PROMPTS[endpoint]) + cut
-        assert request.body["max_tokens"] == MAX_TOKENS - cut
+        assert len(prompt_of(request)) == len(PROMPTS[endpoint]) + cut
+        assert sampling_fields(request.endpoint, request.body)["max_tokens"] == MAX_TOKENS - cut
+        if endpoint is CompletionEndpoint.GENERATE:
+            assert record.choice_fields["sampling_mask"] == [[token] for token in record.generated_ids]
         await ended(then)
 
 

@@ -6,10 +6,8 @@ from typing import Any
 
 from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.gateway.http.field_types import MOST_ID, is_token_ids, shown, with_types
-from orchestrrl.gateway.moves.generate_fields import MULTIMODAL_FIELDS, SAMPLING_PARAMS, sampling_params
+from orchestrrl.gateway.moves.generate_fields import OUTPUT_MODES, SAMPLING_PARAMS, is_multimodal, sampling_params
 from orchestrrl.gateway.moves.reseed import seed_of
-
-OUTPUT_MODES = ("tokens", "text")
 
 
 def generate_faults(body: Mapping[str, Any], faulty: Collection[str]) -> Iterator[tuple[str, str]]:
@@ -45,4 +43,4 @@ def sample_body(shared: Mapping[str, Any], sample: int | None) -> dict[str, Any]
 def whole_prompt(body: Mapping[str, Any]) -> list[int] | None:
     """Return the prompt's token ids, or None if images, audio or video add tokens to them."""
     ids: list[int] = body["token_ids"]
-    return None if any(body.get(name) for name in MULTIMODAL_FIELDS) else ids
+    return None if is_multimodal(body) else ids

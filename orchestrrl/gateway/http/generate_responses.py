@@ -126,11 +126,15 @@ class GenerateStream:
     def writer(self, index: int, record: RequestRecord) -> "GenerateChunkWriter":
         return GenerateChunkWriter(self, index, record)
 
+    def takes_prompt(self) -> bool:
+        """Return True, once, if an event must describe the prompt."""
+        due, self._prompt_due = self._prompt_due, False
+        return due
+
     def prompt_fields(self, record: RequestRecord, chunk: Chunk) -> dict[str, Any]:
-        """Return the fields of the response's first event that describe the prompt, or no fields after that event."""
-        if not self._prompt_due or record.prompt_ids is None:
+        """Return the fields that describe the prompt, for the first event of the response, or else no fields."""
+        if record.prompt_ids is None or not self.takes_prompt():
             return {}
-        self._prompt_due = False
         placeholders = (chunk.answer_fields or {}).get(_MM_PLACEHOLDERS)
         fields: dict[str, Any] = {"prompt_token_ids": list(record.prompt_ids)}
         return fields if placeholders is None else {**fields, _MM_PLACEHOLDERS: placeholders}
@@ -195,7 +199,11 @@ class GenerateChunkWriter:
         self._ended = self._ended or any(choice.get("finish_reason") is not None for choice in choices)
         if self._form.policy_versions:
             choices = [{**choice, "policy_version": version} for choice in choices]
-        return event({**engines, "request_id": self._form.answer_id, "choices": choices})
+        passed_on = {**engines, "request_id": self._form.answer_id, "choices": choices}
+        if "prompt_token_ids" in engines and not self._stream.takes_prompt():
+            del passed_on["prompt_token_ids"]
+            passed_on.pop(_MM_PLACEHOLDERS, None)
+        return event(passed_on)
 
     def _usage(self) -> dict[str, Any] | None:
         if not self._form.continuous_usage:

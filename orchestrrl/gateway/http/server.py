@@ -8,6 +8,7 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from typing import Annotated, Any
@@ -202,6 +203,7 @@ class GatewayServer:
         if job.failure is None:
             form = job.request.form
             if endpoint is CompletionEndpoint.GENERATE:
+                form = replace(form, model=form.model or self._gateway.default_model())  # known by now
                 return HttpAnswer.of_json(generate_response(form, job.records))
             return HttpAnswer.of_json(response(form, job.records, job.request.answers_per_prompt))
         error = job.failure.error.get("error")

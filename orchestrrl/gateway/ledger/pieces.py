@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from orchestrrl.engines.base import Chunk, CompletionEndpoint, TokenLogprob
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.ledger.weight_labels import correct_versions
-from orchestrrl.gateway.moves.generate_fields import multimodal
+from orchestrrl.gateway.moves.generate_fields import is_multimodal
 from orchestrrl.gateway.moves.reseed import RESEEDED
 
 _FINAL_FIELDS = ("stop_reason", "answer_fields", "usage")
@@ -89,7 +89,7 @@ class RecordCutter:
         self._answer = answer
         # The client sent token ids, and will send them again.
         if record.endpoint is CompletionEndpoint.GENERATE:
-            self._prompt_given = not multimodal(record.body)
+            self._prompt_given = not is_multimodal(record.body)
         else:
             self._prompt_given = isinstance(record.body.get("prompt"), list)
         self.restart()

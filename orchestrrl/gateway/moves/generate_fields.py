@@ -8,6 +8,8 @@ from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.gateway.http.field_types import name_set
 
 SAMPLING_PARAMS = "sampling_params"
+TEXT_MODE = "text"
+OUTPUT_MODES = ("tokens", TEXT_MODE)
 # With one of these, the prompt does not consist of the given tokens alone.
 MULTIMODAL_FIELDS = ("features", "content_parts")
 
@@ -47,10 +49,20 @@ def apply_rule(rule: Rule, body: Mapping[str, Any]) -> str:
     return rule(CompletionEndpoint.COMPLETIONS, others)
 
 
-def multimodal(body: Mapping[str, Any]) -> str:
-    """Return the reason why a request with images, audio or video may not move, or "" if it has none."""
-    found = next((name for name in MULTIMODAL_FIELDS if body.get(name)), None)
-    return "" if found is None else f"{found}: images, audio and video do not consist of tokens"
+def is_multimodal(body: Mapping[str, Any]) -> bool:
+    """Return whether the prompt has images, audio or video."""
+    return any(body.get(name) for name in MULTIMODAL_FIELDS)
+
+
+def bound_because(body: Mapping[str, Any]) -> str:
+    """Return the reason why a request that the rules for completions allow to move may not move, or ""."""
+    if (name := next((name for name in MULTIMODAL_FIELDS if body.get(name)), None)) is not None:
+        return f"{name}: images, audio and video do not consist of tokens"
+    if sampling_params(body).get("stop") and body.get("output_mode") != TEXT_MODE:
+        return (
+            f"{SAMPLING_PARAMS}.stop: stop strings are matched in text, which the answer has only with output_mode text"
+        )
+    return ""
 
 
 def continued_generate(body: Mapping[str, Any], token_ids: list[int], sampling: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from orchestrrl.core.errors import cut, path_of
 from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.gateway.http.field_types import TYPED_FIELDS, name_set
-from orchestrrl.gateway.moves.generate_fields import apply_rule, continued_generate, multimodal, sampling_params
+from orchestrrl.gateway.moves.generate_fields import apply_rule, bound_because, continued_generate, sampling_params
 from orchestrrl.gateway.moves.reseed import drawing_seed, seed_at
 
 # OpenAI's default for completions, which vLLM follows. A chat answer may fill the engine's context.
@@ -41,6 +41,7 @@ _TIED: Mapping[str, str] = {
     "repetition_detection": "counts generated tokens only",
     # The user's own code may keep state that the gateway cannot read.
     **dict.fromkeys(("logits_processors", "vllm_xargs", "extra_args"), "custom code may keep state"),
+    "output_text_buffer_length": "the withheld text is lost",
     "trace_decode_token_ids": "the given tokens are counted from where the answer began",
     "watermarking": "the watermark depends on where the answer began",
     # The prompt is not a list of token ids.
@@ -108,7 +109,7 @@ def immovable_because(endpoint: CompletionEndpoint, body: Mapping[str, Any], *, 
     """Return the reason why a running request may not continue on another engine, or "" if it may continue. `reseed` is
     True if seeded sampling may continue with another seed (reseed.py)."""
     if endpoint is CompletionEndpoint.GENERATE:
-        return apply_rule(partial(immovable_because, reseed=reseed), body) or multimodal(body)
+        return apply_rule(partial(immovable_because, reseed=reseed), body) or bound_because(body)
     if relayed := relayed_because(endpoint, body):
         return relayed
     sampling = sampling_fields(endpoint, body)

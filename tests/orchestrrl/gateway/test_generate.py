@@ -426,6 +426,12 @@ def test_immovable_requests_have_a_reason_with_a_path(body: dict[str, Any], name
     assert bool(relayed_because(GENERATE, body)) == (name in relayed)
 
 
+def test_stop_strings_are_movable_in_text_mode() -> None:
+    body = body_of(sampling_stop=["x"], output_mode="text")
+    assert immovable_because(GENERATE, body) == ""
+    assert "stop" not in continued(GENERATE, body, [1], [2], 9)["sampling_params"]
+
+
 def test_requests_of_rl_clients_are_movable() -> None:
     """The fields that TRL, SkyRL and verifiers send."""
     body = body_of(

@@ -110,7 +110,7 @@ class GatewayFlags(ServingFlags):
 
 @with_flags(GatewayFlags)
 def gateway(flags: GatewayFlags) -> None:
-    """Serve `/v1/completions` and `/v1/chat/completions` in front of engines.
+    """Serve `/v1/completions`, `/v1/chat/completions` and `/inference/v1/generate` in front of engines.
 
     Example: `orchestrrl gateway --engine e0=http://10.0.0.1:8000 --engine e1=http://10.0.0.2:8000`
 

@@ -35,7 +35,6 @@ _TIED: Mapping[str, str] = {
     # Parsers of tool calls and of reasoning read the answer from its beginning, and only for chat.
     "tools": "the engine parses tool calls from the answer's beginning",
     "thinking_token_budget": "the budget counts from where the answer began",
-    "stop": "stop strings are matched in text, which this endpoint does not return",
     # Bad words of several tokens are matched against generated tokens only.
     "bad_words": "a bad word may span the cut",
     "repetition_detection": "counts generated tokens only",
@@ -94,7 +93,6 @@ _CHAT_ONLY = name_set(
     media_io_kwargs mm_processor_kwargs return_prompt_text
     """
 )
-_TEXT_ENDPOINTS = frozenset({CompletionEndpoint.COMPLETIONS, CompletionEndpoint.CHAT})
 # The first engine has already truncated and completed the prompt; a second time would change it.
 _PROMPT_SHAPING = name_set("prompt suffix truncate_prompt_tokens truncation_side add_special_tokens")
 
@@ -112,17 +110,16 @@ def immovable_because(endpoint: CompletionEndpoint, body: Mapping[str, Any], *, 
         return apply_rule(partial(immovable_because, reseed=reseed), body) or bound_because(body)
     if relayed := relayed_because(endpoint, body):
         return relayed
-    sampling = sampling_fields(endpoint, body)
-    for name in sorted(sampling.keys() & _LOOKED_AT):
-        value = sampling[name]
+    for name in sorted(body.keys() & _LOOKED_AT):
+        value = body[name]
         if name in _TIED:
-            if value and not _is_harmless(endpoint, sampling, name):
+            if value and not (name == "tools" and body.get("tool_choice") == "none"):
                 return f"{name}: {_TIED[name]}"
         elif name == "best_of" and isinstance(value, int) and value > 1:
             return "best_of: several answers are generated and one is chosen at the end"
         elif name == "response_format" and isinstance(value, Mapping) and value.get("type") != "text":
             return "response_format: the next engine would start the grammar over"
-        elif name == "seed" and not reseed and drawing_seed(sampling) is not None:
+        elif name == "seed" and not reseed and drawing_seed(body) is not None:
             return "seed: the seeded draws would start over; start the gateway with --reseed or send X-Reseed: true"
     if endpoint is CompletionEndpoint.CHAT and _has_media(body.get("messages")):
         return "messages: images, audio and video do not consist of tokens"
@@ -138,13 +135,6 @@ def parsed_after_moves(endpoint: CompletionEndpoint, body: Mapping[str, Any], *,
     if body.get("tool_choice") not in (None, "auto") or body.get("include_reasoning") is False or body.get("stop"):
         return False
     return not immovable_because(endpoint, {**body, "tools": None}, reseed=reseed)
-
-
-def _is_harmless(endpoint: CompletionEndpoint, sampling: Mapping[str, Any], name: str) -> bool:
-    """Return whether the request may continue on another engine despite its field `name`, which is in `_TIED`."""
-    if name == "stop":  # after a cut, the gateway matches stop strings itself (stop_strings.py)
-        return endpoint in _TEXT_ENDPOINTS
-    return name == "tools" and sampling.get("tool_choice") == "none"
 
 
 def relayed_because(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> str:

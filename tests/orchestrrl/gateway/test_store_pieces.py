@@ -69,7 +69,12 @@ CHUNKS = st.builds(
         tuple(ids),
         text,
         tuple(range(7)),
-        tuple(TokenLogprob(f"<{i}>", -i / 3, ((f"<{i}>", -i / 3), ("\udc80", float("-inf")))) for i in ids)
+        tuple(
+            TokenLogprob(
+                f"<{i}>", -i / 3, ((f"<{i}>", -i / 3), ("\udc80", float("-inf"))), (i, 1, None) if i % 2 else ()
+            )
+            for i in ids
+        )
         if logprobs
         else None,
     ),

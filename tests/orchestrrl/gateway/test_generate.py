@@ -5,13 +5,16 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import aiohttp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrrl.engines.base import Chunk, CompletionEndpoint
+from orchestrrl.gateway.http.completion_requests import read_completion_request
 from orchestrrl.gateway.http.field_types import HttpRefusal
 from orchestrrl.gateway.http.generate_responses import GenerateStream, generate_response, generate_usage_chunk
+from orchestrrl.gateway.http.server import GatewayServer
 from orchestrrl.gateway.ledger.ledger import PolicyVersions, VersionSpan
 from orchestrrl.gateway.ledger.weight_labels import correct_versions, joined_labels
 from orchestrrl.gateway.moves.movable import (
@@ -21,7 +24,8 @@ from orchestrrl.gateway.moves.movable import (
     relayed_because,
     sampling_fields,
 )
-from tests.orchestrrl.gateway.fakes import FakeEngine, undisturbed, world
+from orchestrrl.gateway.moves.reseed import seed_at
+from tests.orchestrrl.gateway.fakes import FakeEngine, World, undisturbed, world
 from tests.orchestrrl.gateway.test_relay import finish, move
 
 GENERATE = CompletionEndpoint.GENERATE
@@ -243,6 +247,49 @@ async def test_tokens_alone_need_no_detokenizer(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(FakeEngine, "detokenize", fails)
     (choice,) = await answer_of((1, 2, 3), body_of())
     assert len(choice["token_ids"]) == MAX_TOKENS
+
+
+async def answered_over_http(w: World, body: dict[str, Any]) -> tuple[int, bytes]:
+    """Send the body to a gateway's HTTP server, and step the engines until it answers."""
+    server = GatewayServer(w.gateway)
+    url = await server.start("127.0.0.1", 0)
+    async with aiohttp.ClientSession() as http:
+
+        async def post() -> tuple[int, bytes]:
+            async with http.post(f"{url}/inference/v1/generate", json=body, headers={"X-Request-Id": "r"}) as answer:
+                return answer.status, await answer.read()
+
+        posting = asyncio.create_task(post())
+        while not posting.done():
+            await w.step()
+            await asyncio.sleep(0.001)
+    await server.close()
+    return posting.result()
+
+
+async def test_server_answers_whole_and_streamed() -> None:
+    body = body_of(sampling_n=2, sampling_temperature=1.0, return_token_ids=True)
+    status, data = await answered_over_http(world(), body)
+    assert status == 200
+    whole = json.loads(data)
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1]
+    assert (whole["model"], whole["prompt_token_ids"]) == ("model", PROMPT)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    status, data = await answered_over_http(world(), {**body, "stream": True, "stream_options": options})
+    assert status == 200
+    assert data.endswith(b"data: [DONE]\n\n")
+    *events, last = events_of(data.removesuffix(b"data: [DONE]\n\n"))
+    assert last["choices"] == []
+    assert last["usage"].items() <= whole["usage"].items()
+    assert max(event["usage"]["completion_tokens"] for event in events) == MAX_TOKENS
+    for index, choice in choices_of(events).items():
+        assert choice == whole["choices"][index]
+
+
+async def test_server_refuses_invalid_bodies() -> None:
+    status, data = await answered_over_http(world(), {"token_ids": [], "sampling_params": {"n": 0}})
+    assert status == 400
+    assert "token_ids: must be" in json.loads(data)["error"]["message"]
 
 
 # --- engines without the endpoint ---
@@ -480,6 +527,28 @@ async def test_request_without_a_limit_continues_up_to_the_context() -> None:
         assert record.max_tokens == 12
         assert record.engine is not None
         assert w.engines[record.engine].seen[-1].body["sampling_params"] == {"max_tokens": 11, "min_tokens": 11}
+
+
+async def test_seeded_request_continues_with_an_announced_seed() -> None:
+    w = world()
+    body = body_of(sampling_seed=5, sampling_temperature=1.0)
+    request = read_completion_request(
+        GENERATE, body, request_id="r", group="", tag="", default_model="m", now_s=w.clock.now_s(), reseed=True
+    )
+    async with w.gateway.request_group(request) as job:
+        (record,) = job.records
+        await w.settle()
+        for _ in range(4):
+            await w.step()
+        moving = move(w, "e1" if record.engine == "e0" else "e0")
+        await w.settle()
+        await w.step()
+        assert (await moving).done
+        assert record.engine is not None
+        assert w.engines[record.engine].seen[-1].body["sampling_params"]["seed"] == seed_at(5, 4)
+        await finish(w, job)
+        (choice,) = generate_response(job.request.form, job.records)["choices"]
+    assert choice["reseeded"] == [{"position": 4, "seed": seed_at(5, 4)}]
 
 
 def test_sampling_fields_are_those_of_the_endpoint() -> None:

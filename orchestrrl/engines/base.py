@@ -51,6 +51,7 @@ class EngineCapabilities:
     max_model_len_tokens: int | None = None
     max_sequences: int | None = None
     serving: ServingFacts = UNKNOWN_SERVING
+    paths: frozenset[str] = frozenset()  # paths of its HTTP API
 
 
 @dataclass(frozen=True, slots=True)

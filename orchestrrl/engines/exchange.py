@@ -311,11 +311,11 @@ class ConnectionPool:
         self._port = port or (443 if self._tls else 80)
         self._path = parts.path.rstrip("/")
         self._connect_timeout_s = connect_timeout_s
-        own = {"Host": parts.netloc.rpartition("@")[2], "Content-Type": "application/json"}
+        own = {"Host": parts.netloc.rpartition("@")[2]}
         if parts.username is not None:
             login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             own["Authorization"] = f"Basic {b64encode(login.encode()).decode()}"
-        self._own_names = frozenset(name.lower() for name in own)
+        self._own_names = frozenset(name.lower() for name in own) | {"content-type"}
         self._head = written(own.items())
         self._idle: deque[EngineConnection] = deque()  # in order of last use
         self._open: set[EngineConnection] = set()
@@ -328,17 +328,19 @@ class ConnectionPool:
         headers: Iterable[tuple[str, str]] = (),
         *,
         method: str = "POST",
+        content_type: str = "application/json",
         alone: bool = False,
     ) -> EngineExchange:
-        """Return an exchange whose request is not yet sent. The pool's headers override headers of the same name in
-        `headers`.
+        """Return an exchange whose request is not yet sent. The pool's headers and `content_type` override headers of
+        the same name in `headers`.
 
         If `alone` is True, the exchange uses a new connection, so that a control call is not lost. vLLM closes a
         connection that has been idle for 5 s. If vLLM's event loop lags, as on a busy host, vLLM may close the
         connection although a new request has arrived on it.
         """
         line = f"{method} {self._path}{path} HTTP/1.1\r\n".encode()
-        head = written(pair for pair in headers if pair[0].lower() not in self._own_names)
+        kept = (pair for pair in headers if pair[0].lower() not in self._own_names)
+        head = written((("Content-Type", content_type), *kept))
         if alone:
             head += b"Connection: close\r\n"
         request = b"%b%b%bContent-Length: %d\r\n\r\n%b" % (line, self._head, head, len(body), body)

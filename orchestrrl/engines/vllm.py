@@ -25,6 +25,7 @@ from orchestrrl.engines.base import (
     RequestRefused,
 )
 from orchestrrl.engines.exchange import EngineConnection, EngineExchange
+from orchestrrl.engines.forwarding import ForwardedRequest
 from orchestrrl.engines.generate_chunks import parse_generate_chunk
 from orchestrrl.engines.openai_chunks import DONE, ChunkReader, ServerSentEvents, StreamError, parse_chunk, parse_event
 from orchestrrl.engines.serving import named
@@ -71,6 +72,7 @@ class VllmEngine(ManagedVllm):
             max_model_len_tokens=main.get("max_model_len"),
             max_sequences=info.max_sequences,
             serving=replace(info.serving, model=model),
+            paths=paths,
         )
 
     async def healthy(self) -> bool:
@@ -120,6 +122,12 @@ class VllmEngine(ManagedVllm):
                 exchange.leave()
             else:
                 exchange.close()
+
+    def forward(self, request: ForwardedRequest) -> EngineExchange:
+        method, content_type = request.method, request.content_type
+        return self.pool.exchange(
+            request.target, request.body, request.headers, method=method, content_type=content_type
+        )
 
     async def _chunks(self, path: str, connection: EngineConnection, reader: ChunkReader) -> AsyncGenerator[Chunk]:
         """Yield the chunks of a streamed answer. The last chunk is held for up to `USAGE_WITHIN_S`, until the engine's

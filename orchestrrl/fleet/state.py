@@ -53,7 +53,7 @@ LENGTHS_REMEMBERED = 65536
 # order of an agent's own reports does not depend on them.
 STAND_IN = -1
 # Finish reasons that carry no information about response lengths.
-CUT_SHORT = frozenset({"abort", "error"})
+CUT_SHORT = frozenset({"abort", "error", "passed"})
 # The finish reason of an output cut by `max_tokens`: its length is only a lower bound.
 CENSORED = "length"
 # Engine ids are compared again after this time even if none has changed, since nodes attach and detach.

@@ -17,6 +17,7 @@ from orchestrrl.gateway.http.completion_requests import CompletionRequest
 from orchestrrl.gateway.ledger.ledger import DuplicateRequest, InFlightGroups, Ledger, RequestFailure, RequestRecord
 from orchestrrl.gateway.ledger.store import LedgerEntry, LedgerStore
 from orchestrrl.gateway.moves.move import MoveRefused
+from orchestrrl.gateway.passed import PassedCall
 from orchestrrl.gateway.pause import GatewayPause
 from orchestrrl.gateway.relay import RelayLimits, RequestRelay
 from orchestrrl.gateway.routing.backend import EngineBackend
@@ -161,10 +162,21 @@ class Gateway:
         requests without an id."""
         return RequestGroup(request, self, named_body)
 
-    def relay(self, record: RequestRecord, grown: Callable[[RequestRecord], None]) -> RequestRelay:
+    async def pass_through(self, record: RequestRecord, call: PassedCall) -> None:
+        """Run a request that is passed through, and return when it has ended. Raises DuplicateRequest if its id is
+        already in flight."""
+        self.ledger.add(record)
+        try:
+            await self.relay(record, lambda _: None, call).run()
+        finally:
+            self.close(record)
+
+    def relay(
+        self, record: RequestRecord, grown: Callable[[RequestRecord], None], passed: PassedCall | None = None
+    ) -> RequestRelay:
         """Register a relay for the record and return it. `grown` is called with the record when the record ends
-        and, if the record is streamed, each time it grows."""
-        relay = RequestRelay(record, self.fleet, self.limits, grown)
+        and, if the record is streamed, each time it grows. `passed` is given if the request is passed through."""
+        relay = RequestRelay(record, self.fleet, self.limits, grown, passed)
         self.relays[record.id] = relay
         self.groups.enter(record)
         self.barrier.park_to_bound(relay)  # tokens from an earlier process may exceed the version lag
@@ -318,6 +330,8 @@ class Gateway:
             for backend in self.fleet:
                 backend.unlearnable = False
             await asyncio.gather(*(self.fleet.learn(backend) for backend in self.fleet if backend.usable))
+            if self.fleet.models_differ:  # an adapter that one engine serves may have been loaded on another
+                await self.fleet.read_models_again()
 
     async def models(self) -> dict[str, int | None]:
         """Return the context length, in tokens, of each model that a responding engine serves. The keys are model

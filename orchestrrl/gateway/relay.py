@@ -21,6 +21,7 @@ from orchestrrl.gateway.ledger.ledger import RequestFailure, RequestRecord
 from orchestrrl.gateway.moves.movable import sampling_fields
 from orchestrrl.gateway.moves.move import MoveInProgress, MoveRefused
 from orchestrrl.gateway.moves.stops_after_cut import TextUnknown, stops_after_cut
+from orchestrrl.gateway.passed import PassedAttempt, PassedCall
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends, NoBackend
 from planner.model import EngineId, MoveMethod, RequestMove, RequestState
@@ -57,9 +58,16 @@ class RequestRelay:
     """Runs the attempts of one request. `grown` is called when the record ends, and when a streamed record grows."""
 
     def __init__(
-        self, record: RequestRecord, fleet: EngineBackends, limits: RelayLimits, grown: Callable[[RequestRecord], None]
+        self,
+        record: RequestRecord,
+        fleet: EngineBackends,
+        limits: RelayLimits,
+        grown: Callable[[RequestRecord], None],
+        passed: PassedCall | None = None,
     ) -> None:
+        """Create a relay. `passed` is given if the request is passed through unchanged."""
         self.record = record
+        self._passed = passed
         self._fleet = fleet
         self._limits = limits
         self._clock = fleet.clock
@@ -144,6 +152,7 @@ class RequestRelay:
         if target is self.backend:
             raise MoveRefused(f"the request is already assigned to engine {target.id}")
         self._check_takes_requests(target.id, target)
+        self._check_answers(target.id)
         self._check_long_enough(target)
         assert self.backend is not None
         assert self._pump_task is not None
@@ -165,6 +174,7 @@ class RequestRelay:
         the request. Raises MoveRefused if the request cannot leave its engine or the new engine's context is too
         short."""
         self._check_movable()
+        self._check_answers(engine)
         self._check_long_enough(self._fleet.get(engine))
         assert self._pump_task is not None
         tokens = self._computed_tokens
@@ -190,6 +200,7 @@ class RequestRelay:
             raise MoveRefused("the request is changing engines; try again later")
         if engine in self._refused_by:
             raise MoveRefused(f"engine {engine} has already refused the request")
+        self._check_answers(engine)
         self._check_long_enough(target)
         if hold_s <= 0 and engine not in self._fleet.expected:
             self._check_takes_requests(engine, target)
@@ -220,6 +231,16 @@ class RequestRelay:
             )
         if not target.offers(self.record.endpoint):
             raise MoveRefused(f"engine {engine} does not offer {PATHS[self.record.endpoint]}: {_HOW_TO_OFFER}")
+
+    def _unable(self) -> frozenset[EngineId]:
+        """Return the engines that cannot answer the request, for example because they do not serve its model."""
+        others = frozenset() if self._passed is None else self._passed.unable()
+        return others | self._fleet.without_model(self.record.body.get("model"))
+
+    def _check_answers(self, engine: EngineId) -> None:
+        if engine in self._unable():
+            model = self.record.body.get("model")
+            raise MoveRefused(f"engine {engine} cannot answer the request: it does not serve model {model!r}")
 
     def _check_long_enough(self, target: EngineBackend | None) -> None:
         if target is not None and self._ends_early_on(target):
@@ -340,6 +361,7 @@ class RequestRelay:
                 await self._fleet.changed.wait()
 
     async def _wait_for_slot(self) -> EngineBackend | None:
+        await self._fleet.find_model(self.record.body.get("model"))
         lacking = await self._fleet.lacking(self.record.endpoint)
         if lacking and not self._fleet.expected and lacking.issuperset(backend.id for backend in self._fleet):
             self._fail(404, f"no engine of the fleet offers {PATHS[self.record.endpoint]}: {_HOW_TO_OFFER}")
@@ -347,7 +369,7 @@ class RequestRelay:
         try:
             return await self._fleet.place(
                 self.record,
-                without=self._refused_by | lacking,
+                without=self._refused_by | self._unable() | lacking,
                 avoiding=self._hung_on | self._too_short(),
                 again=self.record.attempt > 0,
                 patience_s=self._limits.engine_wait_s,
@@ -363,7 +385,9 @@ class RequestRelay:
         backend.enter(record, self._clock.now_s())
         attempt_id, tokens_before = record.attempt_id, len(record.generated_ids)
         self.backend = backend
-        self._attempted = attempt = EngineAttempt(record, backend, self._fleet)
+        arguments = record, backend, self._fleet
+        attempt = EngineAttempt(*arguments) if self._passed is None else PassedAttempt(*arguments, self._passed)
+        self._attempted = attempt
         coalesce = 1 if record.streaming else self._limits.coalesce_tokens
         move = self._move if self._move is not None and self._move.submitted else None
         self._pump_task = task = asyncio.create_task(self._pump(attempt, coalesce, move))
@@ -380,7 +404,8 @@ class RequestRelay:
                 # A task keeps its error, whose frames refer to this relay: a cycle that kept 64 MB bodies in memory.
                 self.backend = self._pump_task = self._attempted = None
                 self._fleet.release(backend, record)
-                if task.cancelled() or not record.done:
+                # A passed request has no id of its own on the engine; its closed connection aborts it.
+                if (task.cancelled() or not record.done) and self._passed is None:
                     self._fleet.in_background(self._fleet.abort(backend, attempt_id))
         if len(record.generated_ids) > tokens_before:
             self._failures = 0

@@ -87,7 +87,7 @@ def read_completion_request(
         raise HttpRefusal(f"the body must be a JSON object, got {shown(body)}")
     prompts = _prompts(body) if endpoint is CompletionEndpoint.COMPLETIONS else [None]
     may_reseed = reseed_allowed(reseed_header, reseed)
-    faults = [*_header_faults(request_id, group, tag), *_body_faults(endpoint, body, len(prompts))]
+    faults = [*header_faults(request_id, group, tag), *_body_faults(endpoint, body, len(prompts))]
     if may_reseed is None:
         faults.insert(0, (RESEED_HEADER, f"must be true or false, got {shown(reseed_header)}"))
     raise_faults(faults)
@@ -141,7 +141,7 @@ def read_completion_request(
     return CompletionRequest(form, tuple(records), answers, streaming)
 
 
-def _header_faults(request_id: str, group: str, tag: str) -> Iterator[tuple[str, str]]:
+def header_faults(request_id: str, group: str, tag: str) -> Iterator[tuple[str, str]]:
     if not 0 < len(request_id) <= MAX_NAME_LENGTH or not request_id.isascii() or not request_id.isprintable():
         yield "X-Request-Id", f"must be 1 to {MAX_NAME_LENGTH} printable ASCII characters, got {shown(request_id)}"
     for header, label in (("X-Group-Id", group), ("X-Tag", tag)):

@@ -77,6 +77,9 @@ class HttpAnswer(NamedTuple):
         return cls.of_json(body, refusal.status)._replace(headers=refusal.headers)
 
 
+EVENTS = HttpAnswer(b"", content_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
 def log_refusal(asked: str, peer: object, status: int, message: str) -> None:
     """Log the refusal of a request if `status` is below 500. The log entry is one line without unprintable characters.
     Refusals with other statuses are logged where they occur."""
@@ -133,29 +136,34 @@ class HttpConnection(asyncio.Protocol):
     # --- answers -----------------------------------------------------------------------------------------------------
 
     def whole(self, answer: HttpAnswer) -> None:
-        self.answered = True
-        more = "".join(f"{name}: {value}\r\n" for name, value in answer.headers.items()) if answer.headers else ""
-        head = (
-            f"HTTP/1.1 {answer.status} {reasons.get(answer.status, 'Error')}\r\nContent-Type: {answer.content_type}\r\n"
-            f"Content-Length: {len(answer.body)}\r\n{more}{self._connection_header()}\r\n"
-        )
-        self._transport.write(head.encode() + (b"" if self._bodiless else answer.body))
+        head = self._head(answer, f"Content-Length: {len(answer.body)}\r\n")
+        self._transport.write(head + (b"" if self._bodiless else answer.body))
 
-    def piece(self, data: bytes, *, last: bool = False) -> None:
-        """Write a piece of a streamed response. The head of the response is written before the first piece. If `last`
-        is set, the response ends after the piece."""
+    def piece(self, data: bytes, *, last: bool = False, form: HttpAnswer = EVENTS) -> None:
+        """Write a piece of a streamed response. The head of the response, which has the status and headers of `form`,
+        is written before the first piece. If `last` is set, the response ends after the piece."""
         end = b"0\r\n\r\n" if last else b""
         chunked = self._version == "1.1"  # in HTTP/1.0, the response ends with the connection
         head = b""
         if not self.answered:
-            self.answered = True
             self._keep = self._keep and chunked
-            coding = "Transfer-Encoding: chunked\r\n" if chunked else ""
-            head = (
-                "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-cache\r\n"
-                f"{coding}{self._connection_header()}\r\n"
-            ).encode()
+            head = self._head(form, "Transfer-Encoding: chunked\r\n" if chunked else "")
+        if not data:  # an empty chunk would end the response
+            self._transport.write(head + (end if chunked else b""))
+            return
         self._transport.write(b"%b%x\r\n%b\r\n%b" % (head, len(data), data, end) if chunked else head + data)
+
+    def _head(self, answer: HttpAnswer, framing: str) -> bytes:
+        self.answered = True
+        more = "".join(f"{name}: {value}\r\n" for name, value in answer.headers.items()) if answer.headers else ""
+        return (
+            f"HTTP/1.1 {answer.status} {reasons.get(answer.status, 'Error')}\r\nContent-Type: {answer.content_type}\r\n"
+            f"{framing}{more}{self._connection_header()}\r\n"
+        ).encode(errors="surrogateescape")
+
+    def cut(self) -> None:
+        """Break off the response, so that the client does not take it as complete."""
+        self._transport.abort()
 
     def _connection_header(self) -> str:
         if not self._keep:

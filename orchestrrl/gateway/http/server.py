@@ -32,6 +32,7 @@ from orchestrrl.gateway.http.generate_responses import (
     generate_response,
     generate_usage_chunk,
 )
+from orchestrrl.gateway.http.passthrough import PassThrough
 from orchestrrl.gateway.http.pause import PauseEndpoints
 from orchestrrl.gateway.http.responses import DONE, ChunkWriter, event, response, usage_chunk
 from orchestrrl.gateway.ledger.ledger import RequestRecord
@@ -115,6 +116,7 @@ class GatewayServer:
         self._registry.register(GatewayCollector(gateway))
         self._operator_at: tuple[str, int] | None = None  # host and port; None: the operator API is not served
         self._elsewhere = elsewhere
+        self._pass_through = PassThrough(gateway, self._accepted)
         # These show no single request, so both listeners serve them.
         common: dict[tuple[str, str], Handler] = {
             ("/health", "GET"): self._health,
@@ -178,6 +180,8 @@ class GatewayServer:
         path, _ = _target(request)
         if (handler := routes.get((path, method))) is not None:
             return handler
+        if routes is self.routes and (handler := self._pass_through.handler(path, request.method)) is not None:
+            return handler
         asked = _asked(request)
         if routes is self.routes and path.startswith(OPERATOR_PREFIX):
             url = self._operator_url(request)
@@ -214,10 +218,8 @@ class GatewayServer:
     def _job(self, endpoint: CompletionEndpoint, request: HttpRequest) -> RequestGroup:
         """Parse the request and return the RequestGroup with its records. Raises HttpRefusal if the request is invalid
         or the gateway is draining."""
-        if self._draining:
-            raise HttpRefusal("the gateway is shutting down", status=503)
+        headers = self._accepted(request)
         body = read_json(read_body(request))
-        headers = end_to_end(request.headers)
         request_id, group, tag = (request.fields.get(name, "") for name in ("x-request-id", "x-group-id", "x-tag"))
         name = request_id or str((body.get("request_id") if isinstance(body, dict) else None) or "")
         ask = read_completion_request(
@@ -233,6 +235,12 @@ class GatewayServer:
             reseed_header=request.fields.get(RESEED_HEADER.lower()),
         )
         return self._gateway.request_group(ask, _named(body, headers) if name else None)
+
+    def _accepted(self, request: HttpRequest) -> tuple[tuple[str, str], ...]:
+        """Return the request's headers that are forwarded to engines. Raises HttpRefusal if the gateway is draining."""
+        if self._draining:
+            raise HttpRefusal("the gateway is shutting down", status=503)
+        return end_to_end(request.headers)
 
     async def _models(self, request: HttpRequest, _: HttpConnection) -> HttpAnswer:
         models = await self._gateway.models()
@@ -404,6 +412,7 @@ def _fields(value: object, names: Iterable[str]) -> dict[str, Any]:
 
 def _shown(record: RequestRecord, now_s: float, *, tokens: bool) -> dict[str, Any]:
     shown = _fields(record, _RECORD_FIELDS) | _fields(record.view(now_s), _VIEW_FIELDS)
+    shown["endpoint"] = record.passed_path or record.endpoint
     shown["first_token_after_s"] = None if record.started_s is None else record.started_s - record.arrived_s
     if tokens:
         shown["prompt_token_ids"] = None if record.prompt_ids is None else list(record.prompt_ids)

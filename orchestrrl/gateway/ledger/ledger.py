@@ -142,6 +142,7 @@ class RequestRecord:
     relayed_because: str = ""  # why the body is sent unchanged and the engine's answer relayed; empty: it is not
     parsed_after_moves: bool = False  # once moved, an engine parses the message out of the whole answer
     pinned_because: str = ""  # why it may not leave its engine even before the first token; empty: it may
+    passed_path: str = ""  # the path of a request that is passed through (passed.py); empty: `endpoint` has the path
     form_fields: Mapping[str, Any] = field(default_factory=dict)  # fields of the body that shape the answer
     headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # for engines; may include credentials
     prompt_ids: tuple[int, ...] | None = None  # None: not tokenised yet

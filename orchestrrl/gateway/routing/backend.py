@@ -75,6 +75,11 @@ class EngineBackend(EngineLoad):
         return float("inf") if known is None else known
 
     @property
+    def models(self) -> tuple[str, ...]:
+        """The models that the engine serves, or () if they are unknown."""
+        return () if self.capabilities is None else self.capabilities.models
+
+    @property
     def kv_version(self) -> str:
         """The version of configuration and weights to which the engine's KV belongs, or "" if the engine's KV cannot be
         transferred."""

@@ -7,6 +7,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from prometheus_client import Histogram
@@ -33,6 +34,7 @@ RECHECK_FIRST_S = 0.25
 RECHECK_CAP_S = 5.0
 WAIT_BOUNDS_S = (0.0, 0.01, 0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 1800.0, 7200.0)
 LEARN_S = 2.0  # the longest that a request waits for its engine's capabilities
+MODELS_AGAIN_S = 2.0  # the shortest time between two searches for an unknown model
 
 
 class NoBackend(Exception):
@@ -63,6 +65,9 @@ class EngineBackends:
         self.own: dict[EngineId, GatewayEngine] = {}  # engines that the gateway was started with
         self.kv_versions: Counter[str] = Counter()  # number of routed engines per KV version
         self._contexts: set[float] = set()  # context lengths of the routed engines, in tokens
+        self._model_sets: set[tuple[str, ...]] = set()  # models of each routed engine that has reported them
+        self._models_read_s = -inf  # time of the last search for an unknown model
+        self._models_reading: asyncio.Task[None] | None = None  # that search; it may have ended
         self._expected: frozenset[EngineId] = frozenset()  # from the daemon's last order ...
         self._expected_until_s = 0.0  # ... and their deadline, so that no request waits forever if the daemon dies
         self._unexpecting: asyncio.Task[None] | None = None  # waits for that deadline
@@ -209,7 +214,7 @@ class EngineBackends:
         """Wake all tasks that wait for a change of the engines, and dispatch queued requests. Must be called when an
         engine may have become usable."""
         self.kv_versions = Counter(backend.kv_version for backend in self._backends.values() if backend.routed)
-        self._note_contexts()
+        self._note_capabilities()
         self.changed.set()
         self.changed = asyncio.Event()
         self._usability_changed()
@@ -400,7 +405,7 @@ class EngineBackends:
         client if the capabilities cannot be read."""
         if backend.capabilities is None:
             backend.capabilities = await backend.engine.capabilities()
-            self._note_contexts()
+            self._note_capabilities()
         return backend.capabilities
 
     async def learn(self, backend: EngineBackend) -> None:
@@ -436,8 +441,10 @@ class EngineBackends:
         finally:
             await self._close_if_gone(backend)
 
-    def _note_contexts(self) -> None:
-        self._contexts = {backend.context_limit_tokens for backend in self._backends.values() if backend.routed}
+    def _note_capabilities(self) -> None:
+        routed = [backend for backend in self._backends.values() if backend.routed]
+        self._contexts = {backend.context_limit_tokens for backend in routed}
+        self._model_sets = {backend.models for backend in routed if backend.capabilities is not None}
 
     def too_short_for(self, tokens: int) -> frozenset[EngineId]:
         """Return the engines whose context is too short for `tokens` tokens although another engine's context is
@@ -446,6 +453,44 @@ class EngineBackends:
             return frozenset()
         wanted = min(tokens, max(self._contexts))
         return frozenset(backend.id for backend in self if backend.context_limit_tokens < wanted)
+
+    def without_model(self, model: object) -> frozenset[EngineId]:
+        """Return the engines that do not serve the model, such as a LoRA adapter, although another engine does. The
+        result is empty if no engine is known to serve it, so that an engine refuses the request."""
+        if not self.models_differ or not model:
+            return frozenset()
+        known = [backend for backend in self if backend.routed and backend.capabilities is not None]
+        lacking = [backend.id for backend in known if model not in backend.models]
+        return frozenset(lacking) if len(lacking) < len(known) else frozenset()
+
+    async def find_model(self, model: object) -> None:
+        """Read the models of all engines again if no engine is known to serve `model`, at most every `MODELS_AGAIN_S`
+        seconds and for up to `LEARN_S` seconds. An adapter may have been loaded since the last read."""
+        if not model or any(model in backend.models for backend in self):
+            return
+        if self.clock.now_s() >= self._models_read_s + MODELS_AGAIN_S:
+            self._models_read_s = self.clock.now_s()
+            self._models_reading = self.in_background(self.read_models_again())
+        if self._models_reading is not None and not self._models_reading.done():
+            await asyncio.wait({self._models_reading}, timeout=LEARN_S)
+
+    @property
+    def models_differ(self) -> bool:
+        """Return whether some engines serve other models than the others."""
+        return len(self._model_sets) > 1
+
+    async def read_models_again(self) -> None:
+        """Read the models of all engines whose models are known again. They change when adapters are loaded."""
+        await asyncio.gather(*(self._read_again(backend) for backend in self if backend.usable and backend.models))
+
+    async def _read_again(self, backend: EngineBackend) -> None:
+        try:
+            backend.capabilities = await backend.engine.capabilities()
+            self._note_capabilities()
+        except OrchestrRLError as error:
+            logger.debug("models of %s: %s", backend.id, error)
+        finally:
+            await self._close_if_gone(backend)
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine as a task that `close` cancels."""

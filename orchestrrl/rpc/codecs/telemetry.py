@@ -66,6 +66,7 @@ CAPABILITIES = Codec(
     parses_chats=LOCAL,
     routed_experts=LOCAL,
     generate=LOCAL,
+    paths=LOCAL,
 )
 SAMPLE = Codec(EngineSample, pb.EngineSample, loaded_tokens_total=LOCAL, server=LOCAL)
 ENGINE_REPORT = Codec(

@@ -147,6 +147,7 @@ class FakeEngine:
     model_length: int | None = MODEL_LENGTH
     parses_chats: bool = False
     constrains: bool = False  # chats with tools have a grammar
+    models: tuple[str, ...] = ("model",)
     routed_experts: bool = False  # only its non-streamed answers include them
     generate_endpoint: bool = True
     label: str = "default"  # of its weights
@@ -267,7 +268,7 @@ class FakeEngine:
         return EngineCapabilities(
             "fake",
             "0",
-            ("model",),
+            self.models,
             token_ids=True,
             max_model_len_tokens=self.model_length,
             pause=self.can_pause,

@@ -85,6 +85,10 @@ class GatewayFlags(ServingFlags):
             help="Maximum requests that wait on an engine for their first token; others wait here. 0: no limit."
         ),
     ] = 0
+    session_ttl_s: Annotated[
+        float,
+        typer.Option(help="Seconds for which a session keeps its engine after its last token. 0: ignore session ids."),
+    ] = 600.0
     gateway_id: Annotated[str, typer.Option("--id", help="The name of this gateway. Default: host name and port.")] = ""
     engine_wait_s: Annotated[
         float, typer.Option(help="Seconds that a request waits for an available engine before it fails.")

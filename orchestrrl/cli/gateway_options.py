@@ -42,7 +42,9 @@ def read_options(flags: "GatewayFlags") -> GatewayOptions:
         faults.append(f"--daemon: must be HOST:PORT or unix:PATH, got {flags.daemon!r}")
     faults += choice_faults("--policy", flags.policy, STRATEGIES)
     faults += number_faults("> 0", lambda value: value > 0, **fields(flags, "engine_wait_s stall_s report_interval_s"))
-    faults += number_faults(">= 0", lambda value: value >= 0, **fields(flags, "drain_s affinity_slack queue_depth"))
+    faults += number_faults(
+        ">= 0", lambda value: value >= 0, **fields(flags, "drain_s affinity_slack queue_depth session_ttl_s")
+    )
     faults += number_faults(">= 1", lambda value: value >= 1, **fields(flags, "coalesce_tokens processes"))
     faults += log_level_faults(flags.log_level)
     faults += engine_kind_faults(flags.engine_kind)
@@ -55,7 +57,7 @@ def read_options(flags: "GatewayFlags") -> GatewayOptions:
         operator_port=operator_port,
         node=NodeId(flags.gateway_id),
         engines=tuple(map(EngineRoute, engines.keys(), engines.values())),
-        routing=RoutingPolicy(flags.policy, tags, flags.affinity_slack, flags.queue_depth, pools),
+        routing=RoutingPolicy(flags.policy, tags, flags.affinity_slack, flags.queue_depth, pools, flags.session_ttl_s),
         limits=RelayLimits(**fields(flags, "engine_wait_s stall_s coalesce_tokens")),
         **fields(flags, "engine_kind daemon report_interval_s drain_s processes log_level reseed"),
         keep=keep,

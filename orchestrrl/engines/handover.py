@@ -17,11 +17,13 @@ names the model. A request that ran while its engine's weights changed has KV of
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from orchestrrl.integrations import instrument
 from orchestrrl.integrations.instrument.kv_scheduler import (
+    AT_END,
     DEFAULT_WAIT_S,
     LOAD,
     PARAMETER,
@@ -34,6 +36,14 @@ from orchestrrl.integrations.instrument.kv_scheduler import (
 BODY_FIELD = "kv_transfer_params"
 MODULE_FOLDER = Path(instrument.__file__).parent  # must be on the server's PYTHONPATH
 EXTERNAL_SOURCE = "external_kv_transfer"  # label of loaded prompt tokens in vllm:prompt_tokens_by_source_total
+
+
+@dataclass(frozen=True, slots=True)
+class LeftKv:
+    """The KV that an attempt leaves when it is cut. It is stored as an entry of the engines' KV connector."""
+
+    version: str  # the KV version at the start of the attempt
+    entry: str
 
 
 def vllm_arguments(shared: Path, *, max_age_s: float | None = None, max_bytes: int | None = None) -> tuple[str, str]:
@@ -57,17 +67,20 @@ def entry_id(*names: object) -> str:
     return hashlib.sha256(json.dumps([str(name) for name in names]).encode()).hexdigest()[:32]
 
 
-def saving(weights: str, save: str) -> Mapping[str, Any]:
-    """Return the body field for an attempt that may move later. If the attempt is aborted, its KV is saved as entry
-    `save`. `weights` names the weight version that computes the KV."""
-    return _checked({WEIGHTS: weights, SAVE: save})
+def saving(weights: str, save: str, *, at_end: bool = False) -> Mapping[str, Any]:
+    """Return the body field for an attempt that may move later. If the attempt is aborted, or ends in any way if
+    `at_end` is set, its KV is saved as entry `save`. `weights` names the weight version that computes the KV."""
+    return _checked({WEIGHTS: weights, SAVE: save} | ({AT_END: True} if at_end else {}))
 
 
-def loading(weights: str, load: str, save: str | None = None, wait_s: float = DEFAULT_WAIT_S) -> Mapping[str, Any]:
+def loading(
+    weights: str, load: str, save: str | None = None, wait_s: float = DEFAULT_WAIT_S, *, at_end: bool = False
+) -> Mapping[str, Any]:
     """Return the body field for a continued request that loads the KV of entry `load`. The engine waits up to `wait_s`
     seconds for an entry that is still being written. If `save` is given, the request may move once more, and its KV is
-    then saved as entry `save`."""
-    return _checked({WEIGHTS: weights, LOAD: load, WAIT_S: wait_s} | ({} if save is None else {SAVE: save}))
+    then saved as entry `save`. `at_end` has the same meaning as in `saving`."""
+    kept = {} if save is None else saving(weights, save, at_end=at_end)[BODY_FIELD][PARAMETER]
+    return _checked({WEIGHTS: weights, LOAD: load, WAIT_S: wait_s} | kept)
 
 
 def _checked(wish: dict[str, Any]) -> Mapping[str, Any]:

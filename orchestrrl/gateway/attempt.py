@@ -51,6 +51,11 @@ class EngineAttempt:
         self._gathered = False  # the engine collects several tokens per chunk
         self._stops = bool(stop_strings(sampling_fields(record.endpoint, record.body)))
         self._announced: Mapping[str, Any] = {}  # choice fields for the chunk with the attempt's first tokens
+        seated = not backend.max_sequences or backend.running + backend.waiting <= backend.max_sequences
+        self._entered_s = fleet.clock.now_s()
+        self._to_prefill = backend.prefill_tokens if seated else 0  # until its first token; 0: this is not measured
+        self._beside = 0  # requests running on the engine at its first token, itself included
+        self._loads_kv = False
         self.left = left_by(record, backend, fleet)  # the KV that remains when the attempt is cut
 
     async def decide_form(self) -> None:
@@ -117,10 +122,19 @@ class EngineAttempt:
     def _kv_fields(self, move: MoveInProgress | None) -> Mapping[str, Any]:
         """Return the body fields that name the KV cache entries to save and to load. The result is empty if there are
         none."""
-        left, load = self.left, None if move is None else move.load
-        if move is None or load is None or left is None or load.version != left.version:
-            return saving(left.version, left.entry) if left is not None else {}
-        return loading(left.version, load.entry, left.entry, wait_s(move.order))
+        left, record = self.left, self._record
+        if left is None:
+            return {}
+        at_end = self._fleet.is_to_offload(record)
+        record.saves_kv = left if at_end else None
+        if move is None:
+            load, patience_s = self._fleet.offloaded_kv(record)
+        else:
+            load, patience_s = move.load, wait_s(move.order)
+        if load is None or load.version != left.version:
+            return saving(left.version, left.entry, at_end=at_end)
+        self._loads_kv = True
+        return loading(left.version, load.entry, left.entry, patience_s, at_end=at_end)
 
     async def run(self, request: GenerationRequest, on_chunk: Callable[[Chunk], None]) -> bool:
         """Append chunks to the record until the answer ends, and return True. `on_chunk` is called with each chunk.
@@ -171,6 +185,8 @@ class EngineAttempt:
         finally:
             if opening is not None:
                 opening.cancel()
+            if step_s := self.step_s():
+                backend.step_times.add((self._beside + backend.running) / 2, step_s)
             try:
                 await stream.aclose()
             finally:
@@ -269,6 +285,11 @@ class EngineAttempt:
         """Handle the first token of the attempt: decide whether its answer can continue on another engine."""
         record, backend = self._record, self._backend
         self._began = record.progressed_s, len(record.generated_ids)
+        self._beside = backend.running
+        if self._to_prefill:
+            times = backend.load_times if self._loads_kv else backend.prefill_times
+            times.add(self._to_prefill, record.progressed_s - self._entered_s)
+        self._fleet.keep_context(backend, record, ended=False)
         self._fleet.trust(backend)
         if record.prompt_ids is None:
             record.immovable_because = record.immovable_because or "the engine does not return the prompt's token ids"

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from orchestrrl.core.metrics import labelled_counter, labelled_gauge
 from orchestrrl.gateway.failovers import failover_metrics
 from orchestrrl.gateway.ledger.ledger import OnStale
+from orchestrrl.gateway.routing.sessions import SessionOutcome
 
 if TYPE_CHECKING:
     from orchestrrl.gateway.core import Gateway
@@ -30,6 +31,7 @@ class GatewayCollector(Collector):
         yield from self._moves()
         yield from failover_metrics(PREFIX, self._gateway.fleet.failovers.totals)
         yield from self._queue()
+        yield from self._sessions()
         yield from self._engines()
         yield from self._store()
         yield from self._barrier()
@@ -69,6 +71,20 @@ class GatewayCollector(Collector):
         kept = [(str(engine), counts[engine]) for engine in sorted({*fleet.expected, *counts} - {None}, key=str)]
         help_text = "Requests held for an engine that is being started, by engine."
         yield labelled_gauge(f"{PREFIX}_requests_kept", help_text, "engine", kept)
+
+    def _sessions(self) -> Iterator[Metric]:
+        fleet = self._gateway.fleet
+        sessions = fleet.sessions
+        help_text = "Sessions that had a turn within the last --session-ttl-s seconds."
+        yield GaugeMetricFamily(f"{PREFIX}_sessions", help_text, sessions.known(fleet.clock.now_s()))
+        help_text = (
+            "Turns of sessions, by outcome: new, warm (on the engine with the KV of the turn before), moved (another "
+            "engine was expected to answer earlier) or cold (the KV is no longer cached, or its engine is unavailable)."
+        )
+        turns = [(outcome, sessions.turns[outcome]) for outcome in SessionOutcome]
+        yield labelled_counter(f"{PREFIX}_session_turns", help_text, "outcome", turns)
+        help_text = "Prompt tokens of sessions whose KV was expected in the engine's cache."
+        yield CounterMetricFamily(f"{PREFIX}_session_cached_tokens", help_text, sessions.warm_tokens_total)
 
     def _engines(self) -> Iterator[Metric]:
         fleet, help_text = self._gateway.fleet, "1 if requests are routed to this engine."

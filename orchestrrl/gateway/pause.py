@@ -209,6 +209,8 @@ class GatewayPause:
             try:
                 await backend.engine.pause(PauseMode.KEEP, drop_kv=drop_kv)
                 backend.still = True
+                if drop_kv:
+                    backend.lose_cache()
                 return
             except Retryable:
                 if not tries_left:

@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrrl.engines import handover
+from orchestrrl.gateway.routing.sessions import SessionOutcome
 from orchestrrl.integrations.instrument.kv_entries import KvEntryStore
 from orchestrrl.lab.testbed.engines import LocalEngine, start_vllm
 from planner.model import MoveMethod, RequestId
@@ -224,6 +225,35 @@ async def test_gateway_moves_in_both_directions_by_both_methods(
         assert item.recomputed_tokens == 1
         assert item.loaded_tokens >= prompt_tokens + 100 * (turn + 1) - 1 > prompt_tokens
     assert [item.loaded_tokens for item in moved[2:]] == [0, 0]
+    await harness.server.close()
+    await harness.fleet.close()
+
+
+async def test_next_turn_of_a_session_loads_its_kv_elsewhere(
+    handover_servers: tuple[Path, tuple[LocalEngine, ...]], pair: Pair
+) -> None:
+    harness = Harness(handover_servers[1], pair.http, kv_version="tp1/v1")
+    harness.url = await harness.server.start("127.0.0.1", 0)
+    for backend in harness.fleet:
+        backend.prefill_times.fitted = 0.0, 1.0  # seconds, so that a load is worth its cost
+    harness.fleet.sessions.turns[SessionOutcome.MOVED] = 100
+    body = {**COMPLETION[1], "prompt": next(prompts), "max_tokens": REST_TOKENS, "session_id": "s"}
+    first = await harness.ask(harness.url, COMPLETION[0], body, stream=False)
+    kept = harness.fleet.sessions.get("s", harness.fleet.clock.now_s())
+    assert kept is not None
+    assert kept.saved is not None
+    await pair.until_saved(kept.saved.entry)
+    home = next(backend for backend in harness.fleet if backend.cache == kept.cache)
+    routes = [backend.route for backend in harness.fleet]
+    harness.gateway.set_routes([replace(route, draining=route.engine == home.id) for route in routes])
+    body["prompt"] = [*body["prompt"], *first.token_ids, 30, 31, 32]
+    other = int(home.id == "e0")
+    before = await pair.loaded_tokens(other)
+    second = await harness.ask(harness.url, COMPLETION[0], body, stream=False)
+    assert await pair.loaded_tokens(other) - before == PROMPT_TOKENS + REST_TOKENS - 1
+    undisturbed = await harness.ask(pair.urls[0], COMPLETION[0], body, stream=False)
+    assert second.token_ids == undisturbed.token_ids
+    assert second.logprobs == pytest.approx(undisturbed.logprobs, abs=1e-3)
     await harness.server.close()
     await harness.fleet.close()
 

@@ -74,6 +74,7 @@ def read_completion_request(
     request_id: str,
     group: str,
     tag: str,
+    session: str = "",
     default_model: str,
     now_s: float,
     headers: tuple[tuple[str, str], ...] = (),
@@ -81,13 +82,15 @@ def read_completion_request(
     reseed_header: str | None = None,
 ) -> CompletionRequest:
     """Return the parsed body with one record per answer. `headers` are the client's headers that are forwarded to
-    engines. `reseed` is the gateway's setting, which the header `X-Reseed` overrides. Raises HttpRefusal with all
-    faults if the body or a header is invalid."""
+    engines. `reseed` is the gateway's setting, which the header `X-Reseed` overrides. `session` is the
+    session's id in the headers; as in vLLM, an id in the body has priority.
+
+    Raises HttpRefusal with all faults if the body or a header is invalid."""
     if not isinstance(body, dict):
         raise HttpRefusal(f"the body must be a JSON object, got {shown(body)}")
     prompts = _prompts(body) if endpoint is CompletionEndpoint.COMPLETIONS else [None]
     may_reseed = reseed_allowed(reseed_header, reseed)
-    faults = [*header_faults(request_id, group, tag), *_body_faults(endpoint, body, len(prompts))]
+    faults = [*header_faults(request_id, group, tag, session), *_body_faults(endpoint, body, len(prompts))]
     if may_reseed is None:
         faults.insert(0, (RESEED_HEADER, f"must be true or false, got {shown(reseed_header)}"))
     raise_faults(faults)
@@ -100,6 +103,8 @@ def read_completion_request(
     streaming = bool(body.get("stream"))
     form = _form(endpoint, body, request_id, default_model, int(now_s))
     enough = body.get("group_enough") or 0
+    named = body.get("session_id")
+    session = named if isinstance(named, str) and named else session
     shared = {name: value for name, value in body.items() if name not in _OWN_FIELDS}
     max_tokens = max_answer_tokens(endpoint, body)
     relayed = relayed_because(endpoint, body)
@@ -125,6 +130,7 @@ def read_completion_request(
                 # With `group_enough`, the samples of one body form a group even without a group name.
                 group=group or (request_id if enough else ""),
                 tag=tag,
+                session=session,
                 group_enough=enough,
                 max_version_lag=body.get("max_version_lag"),
                 on_stale=OnStale(body.get("on_stale") or OnStale.ABORT),
@@ -141,10 +147,10 @@ def read_completion_request(
     return CompletionRequest(form, tuple(records), answers, streaming)
 
 
-def header_faults(request_id: str, group: str, tag: str) -> Iterator[tuple[str, str]]:
+def header_faults(request_id: str, group: str, tag: str, session: str = "") -> Iterator[tuple[str, str]]:
     if not 0 < len(request_id) <= MAX_NAME_LENGTH or not request_id.isascii() or not request_id.isprintable():
         yield "X-Request-Id", f"must be 1 to {MAX_NAME_LENGTH} printable ASCII characters, got {shown(request_id)}"
-    for header, label in (("X-Group-Id", group), ("X-Tag", tag)):
+    for header, label in (("X-Group-Id", group), ("X-Tag", tag), ("X-Session-ID", session)):
         # Bytes that are not text would break the reports to the daemon.
         if len(label) > MAX_NAME_LENGTH or not label.isprintable():
             yield header, f"must be at most {MAX_NAME_LENGTH} printable characters, got {shown(label)}"
@@ -167,6 +173,9 @@ def _body_faults(endpoint: CompletionEndpoint, body: Mapping[str, Any], prompts:
         yield from _number_faults(body, prompts, wrong_types)
     for name, least in (("group_enough", 1), ("max_version_lag", 0), ("top_logprobs", -1)):
         yield from _range_faults(body, name, least, wrong_types)
+    session = body.get("session_id")
+    if isinstance(session, str) and len(session) > MAX_NAME_LENGTH:
+        yield "session_id", f"must have at most {MAX_NAME_LENGTH} characters, got {shown(session)}"
     if body.get("on_stale") not in (None, *OnStale):
         yield "on_stale", f"must be one of {', '.join(OnStale)}, got {shown(body['on_stale'])}"
     if "stream_options" not in wrong_types:

@@ -49,6 +49,7 @@ WILDCARDS = ("0.0.0.0", "::")
 
 # The fields that the operator API shows of a request in flight, an ended request, and a move.
 _RECORD_FIELDS = ("id", "engine", "attempt", "endpoint", "state", "prompt_tokens", "generated_tokens", "max_tokens")
+_SESSION_FIELDS = ("session", "cached_tokens")
 _VIEW_FIELDS = ("group", "tag", "movable", "movable_detail", "moves", "age_s")
 _FINISHED_FIELDS = ("id", "engine", "prompt_tokens", "generated_tokens", "finish_reason", "moves", "tag", "duration_s")
 _MOVE_FIELDS = ("id", "done", "detail", "recomputed_tokens", "duration_s", "method", "loaded_tokens")
@@ -228,6 +229,7 @@ class GatewayServer:
             request_id=name or uuid.uuid4().hex,
             group=group,
             tag=tag,
+            session=request.fields.get("x-session-id", ""),
             default_model=self._gateway.default_model(),
             now_s=self._gateway.clock.now_s(),
             headers=headers,
@@ -411,7 +413,7 @@ def _fields(value: object, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _shown(record: RequestRecord, now_s: float, *, tokens: bool) -> dict[str, Any]:
-    shown = _fields(record, _RECORD_FIELDS) | _fields(record.view(now_s), _VIEW_FIELDS)
+    shown = _fields(record, _RECORD_FIELDS + _SESSION_FIELDS) | _fields(record.view(now_s), _VIEW_FIELDS)
     shown["endpoint"] = record.passed_path or record.endpoint
     shown["first_token_after_s"] = None if record.started_s is None else record.started_s - record.arrived_s
     if tokens:

@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from orchestrrl.engines.base import Chunk, CompletionEndpoint, TokenLogprob
+from orchestrrl.engines.handover import LeftKv
 from orchestrrl.fleet.reports import FinishedRequest
 from orchestrrl.gateway.http.field_types import HttpRefusal
 from planner.model import EngineId, RequestId, RequestState, RequestView
@@ -135,6 +136,7 @@ class RequestRecord:
     max_tokens: int | None  # None: up to the engine's context length
     group: str = ""
     tag: str = ""
+    session: str = ""  # its turns are requests whose prompts extend each other; empty: none
     group_enough: int = 0  # number of complete answers that its group needs; 0: all
     max_version_lag: int | None = None  # None: no limit
     on_stale: OnStale = OnStale.ABORT
@@ -151,6 +153,8 @@ class RequestRecord:
     engine: EngineId | None = None  # None: held by the gateway
     attempt: int = 0
     moves: int = 0
+    saves_kv: LeftKv | None = None  # the KV that the engine saves when the answer ends
+    cached_tokens: int = 0  # context that is expected in the engine's KV cache when the attempt begins
     state: RequestState = RequestState.WAITING
     generated_ids: "array[int]" = field(default_factory=lambda: array("I"))
     logprobs: list[TokenLogprob] | None = None
@@ -222,6 +226,7 @@ class RequestRecord:
     def begin_attempt(self, engine: EngineId, now_s: float) -> None:
         self.engine = engine
         self.relayed = False
+        self.saves_kv = None
         self.attempt += 1
         self.state = RequestState.WAITING
         self.progressed_s = now_s
@@ -289,6 +294,7 @@ class RequestRecord:
         """Mark the request as held by the gateway. The request is then on no engine."""
         self.engine = None
         self.relayed = False
+        self.cached_tokens = 0
         self.state = RequestState.WAITING
 
     def forget_answer(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.core.operations import OperationItemResult
-from orchestrrl.engines.handover import entry_id
+from orchestrrl.engines.handover import LeftKv, entry_id
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends
@@ -23,14 +23,6 @@ from planner.model import MoveMethod, RequestMove
 # A destination waits for KV that is still being written for this fraction of the predicted recomputation time.
 WAIT_SHARE = 0.5
 COUNTED_WITHIN_S = 5.0  # timeout of the engine's metrics; a busy engine answers late
-
-
-@dataclass(frozen=True, slots=True)
-class LeftKv:
-    """The KV that an attempt leaves when it is cut. It is stored as an entry of the engines' KV connector."""
-
-    version: str  # the KV version at the start of the attempt
-    entry: str
 
 
 def left_by(record: RequestRecord, backend: EngineBackend, fleet: EngineBackends) -> LeftKv | None:

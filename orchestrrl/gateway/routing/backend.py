@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from orchestrrl.core.operations import EngineRoute
 from orchestrrl.engines.base import CompletionEndpoint, Engine, EngineCapabilities
 from orchestrrl.gateway.ledger.ledger import RequestRecord
-from orchestrrl.gateway.routing.strategies import EngineLoad, concurrency_cap
+from orchestrrl.gateway.routing.strategies import EngineLoad, concurrency_cap, new_cache
 from planner.model import EngineHealth, RequestId, RequestState
 
 
@@ -88,12 +88,19 @@ class EngineBackend(EngineLoad):
 
     def has(self, policy_version: int) -> None:
         """Record that the engine has weights of version `policy_version`."""
+        if policy_version != self.policy_version:
+            self.lose_cache()
         self.policy_version, self.mixed = policy_version, False
+
+    def lose_cache(self) -> None:
+        """Record that the engine's KV cache no longer has the KV of earlier requests."""
+        self.cache = new_cache()
 
     def forget_offers(self) -> None:
         """Discard everything that was read from the server, because the server may have been replaced."""
         if self.learning is not None:
             self.learning.cancel()
+        self.lose_cache()
         self.capabilities = self.learning = None
         self.unlearnable = False
         self.tying_field = self.whole_field = ""
@@ -102,6 +109,8 @@ class EngineBackend(EngineLoad):
         """Apply a newer route of this engine, received from the daemon."""
         if route.health is EngineHealth.GONE and self.route.health is not EngineHealth.GONE:
             self.suspect_because = self.suspect_because or "the daemon reports it as gone"
+        if route.kv_version != self.route.kv_version:
+            self.lose_cache()
         self.route = route
         self.routed = True
         if route.policy_version is not None:
@@ -139,27 +148,33 @@ class EngineBackend(EngineLoad):
     def reserve(self, record: RequestRecord) -> None:
         """Reserve a place for the record. The record is counted as waiting until it enters the engine."""
         self.reserved[record.id] = record.context_tokens
-        self._await(record.context_tokens)
+        self._await(record, record.context_tokens)
 
     def unreserve(self, record: RequestRecord) -> bool:
         tokens = self.reserved.pop(record.id, None)
         if tokens is None:
             return False
-        self.waiting -= 1
-        self.waiting_tokens -= tokens
+        self._await_no_longer(record, tokens)
         return True
 
     def enter(self, record: RequestRecord, now_s: float) -> None:
-        self.unreserve(record)
+        if not self.unreserve(record):
+            record.cached_tokens = 0  # e.g. it was moved here
         self.records[record.id] = record
-        self._await(record.context_tokens)
+        self._await(record, record.context_tokens)
         record.begin_attempt(self.id, now_s)
 
-    def _await(self, tokens: int) -> None:
+    def _await(self, record: RequestRecord, tokens: int) -> None:
         self.waiting += 1
         self.waiting_tokens += tokens
+        self.cached_waiting_tokens += record.cached_tokens
         if self.waiting > self.waited_most:
             self.waited_most = self.waiting
+
+    def _await_no_longer(self, record: RequestRecord, tokens: int) -> None:
+        self.waiting -= 1
+        self.waiting_tokens -= tokens
+        self.cached_waiting_tokens -= record.cached_tokens
 
     def advance(self, record: RequestRecord, context_before: int, was: RequestState, now_s: float) -> None:
         """Update the counts after the record has grown. Before the growth, the record had state `was` and a context of
@@ -167,11 +182,12 @@ class EngineBackend(EngineLoad):
         self.progressed_s = now_s
         if was is RequestState.RUNNING:
             self._run(record.context_tokens - context_before)
+            self.computed_tokens += record.context_tokens - context_before
         elif record.state is RequestState.RUNNING:
             self.running += 1
-            self.waiting -= 1
-            self.waiting_tokens -= context_before
+            self._await_no_longer(record, context_before)
             self._run(record.context_tokens)
+            self.computed_tokens += max(0, record.context_tokens - record.cached_tokens)
         else:
             self.waiting_tokens += record.context_tokens - context_before
 
@@ -194,5 +210,4 @@ class EngineBackend(EngineLoad):
             self.running -= 1
             self._run(-record.context_tokens)
         else:
-            self.waiting -= 1
-            self.waiting_tokens -= record.context_tokens
+            self._await_no_longer(record, record.context_tokens)

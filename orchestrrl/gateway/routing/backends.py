@@ -18,12 +18,15 @@ from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.core.nodes import GatewayEngine
 from orchestrrl.core.operations import EngineRoute
 from orchestrrl.engines.base import CompletionEndpoint, Engine, EngineCapabilities
+from orchestrrl.engines.handover import LeftKv
 from orchestrrl.gateway.failovers import FailoverCounter
-from orchestrrl.gateway.ledger.ledger import RequestRecord
+from orchestrrl.gateway.ledger.ledger import COMPLETE, RequestRecord
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.queue import QueuedRequest, RequestQueue
+from orchestrrl.gateway.routing.sessions import SessionTable, after_turn, engine_for, typical_times
 from orchestrrl.gateway.routing.strategies import RoutedRequest, RoutingPolicy, prefix_of
-from planner.model import EngineHealth, EngineId
+from orchestrrl.integrations.instrument.kv_scheduler import DEFAULT_WAIT_S
+from planner.model import EngineHealth, EngineId, RequestState
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,7 @@ class EngineBackends:
         self.incarnation = uuid.uuid4().hex  # makes this gateway's names unique among all gateways and starts
         self.routing = routing or RoutingPolicy()
         self.queue = RequestQueue()
+        self.sessions = SessionTable(self.routing.session_ttl_s)
         self.waits = Histogram(
             "orchestrrl_gateway_queue_seconds",
             "Seconds that a request waited in the gateway before each attempt.",
@@ -252,7 +256,7 @@ class EngineBackends:
         if self._barrier_open and not self.queue and not avoiding:  # the common case, without the cost of waiting
             found = self.choose(self._newcomer(record), without)
             if found is not None:
-                found.reserve(record)
+                self._reserve(found, record)
                 self.waits.observe(0.0)
                 return found
         backend: asyncio.Future[EngineBackend] = asyncio.get_running_loop().create_future()
@@ -298,7 +302,7 @@ class EngineBackends:
         """Place queued requests while engines have room. A `placed` callback may call this method again."""
         while self._barrier_open and (found := self.queue.next(self._place_for)) is not None:
             waiter, backend = found
-            backend.reserve(waiter.record)
+            self._reserve(backend, waiter.record)
             self.waits.observe(self.clock.now_s() - waiter.since_s)
             waiter.placed(backend)
 
@@ -310,9 +314,19 @@ class EngineBackends:
                 return self.choose(waiter.newcomer, shunned)
         return self.choose(waiter.newcomer, waiter.without)
 
+    def _reserve(self, backend: EngineBackend, record: RequestRecord) -> None:
+        if session := self._session_of(record):
+            now_s, first = self.clock.now_s(), record.attempt == 0
+            cached_tokens = self.sessions.begin(session, backend, self._usable(), now_s, first=first)
+            record.cached_tokens = min(cached_tokens, record.context_tokens - 1)
+        backend.reserve(record)
+
     def _newcomer(self, record: RequestRecord) -> RoutedRequest:
         prefix = prefix_of(record.group, record.body) if self.routing.by_prefix else 0
-        return RoutedRequest(record.context_tokens, prefix, record.tag)
+        return RoutedRequest(record.context_tokens, prefix, record.tag, self._session_of(record))
+
+    def _session_of(self, record: RequestRecord) -> str:
+        return record.session if self.sessions.ttl_s else ""
 
     def choose(self, newcomer: RoutedRequest, without: Iterable[EngineId] = ()) -> EngineBackend | None:
         """Return the engine for a request, or None if no engine can currently accept the request."""
@@ -321,7 +335,15 @@ class EngineBackends:
             able = [backend for backend in able if backend.has_room(depth, newcomer.context_tokens)]
         if without:
             able = [backend for backend in able if backend.id not in without]
-        backend = self.routing.choose(able, newcomer, self._last)
+        if newcomer.session and able:
+            kept = self.sessions.get(newcomer.session, self.clock.now_s())
+            saved = None if kept is None else kept.saved
+            loading = {each.cache for each in able if saved is not None and each.kv_version == saved.version}
+            choice = engine_for(self.routing.snapshot(able, newcomer, self._last), kept, loading)
+            logger.debug("session %s: %s on %s: %s", newcomer.session, choice.outcome, choice.load.id, choice.detail)
+            backend: EngineBackend | None = choice.load
+        else:
+            backend = self.routing.choose(able, newcomer, self._last)
         if backend is None:
             return None
         if not backend.usable:  # it became unusable after the last announcement
@@ -395,10 +417,38 @@ class EngineBackends:
 
     def release(self, backend: EngineBackend, record: RequestRecord) -> None:
         """Remove the request from this engine and dispatch queued requests to the freed place."""
+        computed = record.state is RequestState.RUNNING
         backend.leave(record)
+        if computed:
+            self.keep_context(backend, record, ended=True)
         self.forget_if_empty(backend)
         if self.queue:
             self.dispatch()
+
+    def keep_context(self, backend: EngineBackend, record: RequestRecord, *, ended: bool) -> None:
+        """Remember that the engine has the KV of the record's context, if the record is a turn of a session. `ended` is
+        False while the attempt runs."""
+        if session := self._session_of(record):
+            answer_tokens, now_s = record.generated_tokens, self.clock.now_s()
+            tokens = record.prompt_tokens + answer_tokens
+            left = record.saves_kv if record.finish_reason in COMPLETE else None
+            saved = left if left is not None and left.version == backend.kv_version else None
+            self.sessions.keep(session, backend, tokens, answer_tokens if ended else None, now_s, saved)
+
+    def is_to_offload(self, record: RequestRecord) -> bool:
+        """Return whether the KV of the record's context is to be saved when the answer ends, so that another engine can
+        load it at the session's next turn."""
+        times = typical_times(self._usable()) if self._session_of(record) else None
+        return times is not None and after_turn(record.context_tokens, self.sessions.elsewhere, times).offload
+
+    def offloaded_kv(self, record: RequestRecord) -> tuple[LeftKv | None, float]:
+        """Return the saved KV of the session's last turn if the record begins a turn on an engine that is not expected
+        to have the KV, else None. Also return the time, in seconds, for which the KV may still be being saved."""
+        now_s = self.clock.now_s()
+        kept = self.sessions.get(record.session, now_s)
+        if kept is None or record.attempt > 1 or record.cached_tokens:
+            return None, 0.0
+        return kept.saved, max(0.0, kept.ended_s + DEFAULT_WAIT_S - now_s)
 
     async def capabilities(self, backend: EngineBackend) -> EngineCapabilities:
         """Return the engine's capabilities, which are read once and then cached. Raises the errors of the engine's

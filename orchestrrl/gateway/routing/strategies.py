@@ -8,11 +8,13 @@ decode rate is derived from the daemon's load index. Engines without a known rat
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import count
 from typing import Any, Generic, TypeVar
 
+from orchestrrl.gateway.routing.measured_line import MeasuredLine
 from planner.model import EngineId
 
 # The length of the prompt prefix that is hashed. Prompts that share more, such as a long system prompt, share a prefix.
@@ -21,6 +23,7 @@ PREFIX_CHARACTERS = 1024
 AFFINITY_SLACK = 0.25  # a preferred engine may exceed its share of requests by this fraction
 
 _MASK = (1 << 64) - 1
+new_cache = count(1).__next__  # returns a number that identifies the contents of one engine's KV cache
 
 
 @dataclass(slots=True)
@@ -38,6 +41,17 @@ class EngineLoad:
     max_sequences: int = 0
     seconds_per_token: float | None = None  # 1 / decode rate; None: unknown
     pool: str = ""
+    cache: int = field(default_factory=new_cache)  # a new number whenever the engine loses its KV cache
+    computed_tokens: int = 0  # prompt tokens that were expected to be prefilled, and generated tokens
+    cached_waiting_tokens: int = 0  # the part of `waiting_tokens` that is expected in the KV cache
+    prefill_times: MeasuredLine = field(default_factory=lambda: MeasuredLine(through_zero=True))  # per waiting token
+    load_times: MeasuredLine = field(default_factory=lambda: MeasuredLine(through_zero=True))  # per loaded KV token
+    step_times: MeasuredLine = field(default_factory=MeasuredLine)  # per running request
+
+    @property
+    def prefill_tokens(self) -> int:
+        """The tokens to prefill for the waiting requests."""
+        return max(0, self.waiting_tokens - self.cached_waiting_tokens)
 
 
 L = TypeVar("L", bound=EngineLoad)
@@ -50,6 +64,7 @@ class RoutedRequest:
     context_tokens: int
     prefix: int = 0  # 64-bit hash, equal for requests that begin alike; 0: unknown
     tag: str = ""
+    session: str = ""  # empty: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,12 +274,15 @@ class RoutingPolicy:
     # and KV. Further requests wait in the gateway. 0: no limit, all requests wait on engines.
     queue_depth: int = 0
     pools: Mapping[EngineId, str] = field(default_factory=dict)  # pools of engines for which the daemon names none
+    session_ttl_s: float = 600.0  # after a session's last token, it is forgotten; 0: sessions are ignored
 
     def __post_init__(self) -> None:
         if self.policy not in STRATEGIES:
             raise ValueError(f"policy must be one of {', '.join(STRATEGIES)}, got {self.policy!r}")
         if self.slack < 0:
             raise ValueError(f"slack must be >= 0, got {self.slack}")
+        if not self.session_ttl_s >= 0:
+            raise ValueError(f"session_ttl_s must be >= 0, got {self.session_ttl_s:g}")
 
     @property
     def by_prefix(self) -> bool:
@@ -277,8 +295,11 @@ class RoutingPolicy:
             return None
         if len(loads) == 1:
             return loads[0]
-        pool = self.affinity.get(newcomer.tag) if self.affinity and newcomer.tag else None
-        if pool is not None:
-            loads = narrow(RoutingSnapshot(loads, newcomer, last, self.slack), pool)
-        chosen: L = STRATEGIES[self.policy](RoutingSnapshot(loads, newcomer, last, self.slack))
+        chosen: L = STRATEGIES[self.policy](self.snapshot(loads, newcomer, last))
         return chosen
+
+    def snapshot(self, loads: Sequence[L], newcomer: RoutedRequest, last: EngineId | None = None) -> RoutingSnapshot[L]:
+        """Return the input of a strategy: the engines of `loads`, at least one, that the request's tag prefers."""
+        snapshot = RoutingSnapshot(loads, newcomer, last, self.slack)
+        pool = self.affinity.get(newcomer.tag) if self.affinity and newcomer.tag else None
+        return snapshot if pool is None else replace(snapshot, loads=narrow(snapshot, pool))

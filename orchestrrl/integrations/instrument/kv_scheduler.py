@@ -1,4 +1,4 @@
-"""Schedule the KV transfers of an engine. The scheduler decides for which aborted requests the KV cache is saved, and
+"""Schedule the KV transfers of an engine. The scheduler decides for which ended requests the KV cache is saved, and
 which entry a new request loads.
 
 There is one scheduler per engine. It tracks transfers by request id. Its methods return in microseconds, except that a
@@ -11,6 +11,7 @@ A request selects its transfers in `kv_transfer_params` of its body:
 
 weights  the weight version with which this attempt starts; an entry of another version is never used
 save     the entry in which the attempt's KV is saved if the attempt is aborted (a new id per attempt)
+at_end   true: the KV is also saved if the attempt ends by itself
 load     the entry from which the prompt's KV is loaded; tokens that the entry lacks are computed
 wait_s   the longest time, in seconds, to wait for the entry to be complete; after it, all tokens are recomputed
 """
@@ -29,7 +30,7 @@ else:  # in vLLM's process, where this folder is on the path
     import kv_entries
 
 PARAMETER = "handover"
-WEIGHTS, SAVE, LOAD, WAIT_S = "weights", "save", "load", "wait_s"
+WEIGHTS, SAVE, LOAD, WAIT_S, AT_END = "weights", "save", "load", "wait_s", "at_end"
 DEFAULT_WAIT_S = 2.0
 MAX_WAIT_S = 60.0
 POLL_PERIOD_S = 0.005
@@ -47,6 +48,7 @@ class TransferParams:
     save: str | None = None
     load: str | None = None
     wait_s: float = DEFAULT_WAIT_S
+    at_end: bool = False  # save the KV even if the request is not aborted
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +95,16 @@ def read_transfer_params(params: object) -> TransferParams | None:
     given: Any = params[PARAMETER]
     if not isinstance(given, Mapping):
         raise ValueError(f"{path}: must be an object, got {given!r}")
-    faults = [f"{path}.{name}: is an unknown field" for name in given if name not in (WEIGHTS, SAVE, LOAD, WAIT_S)]
+    faults = [
+        f"{path}.{name}: is an unknown field" for name in given if name not in (WEIGHTS, SAVE, LOAD, WAIT_S, AT_END)
+    ]
     weights, wait_s = given.get(WEIGHTS), given.get(WAIT_S, DEFAULT_WAIT_S)
     if not isinstance(weights, str) or not weights:
         faults.append(f"{path}.{WEIGHTS}: must be a non-empty string, got {weights!r}")
     if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= MAX_WAIT_S:
         faults.append(f"{path}.{WAIT_S}: must be 0 to {MAX_WAIT_S:g}, got {wait_s!r}")
+    if not isinstance(at_end := given.get(AT_END, False), bool):
+        faults.append(f"{path}.{AT_END}: must be true or false, got {at_end!r}")
     for name in (SAVE, LOAD):
         entry = given.get(name)
         if entry is not None and not (isinstance(entry, str) and kv_entries.is_entry_id(entry)):
@@ -107,7 +113,7 @@ def read_transfer_params(params: object) -> TransferParams | None:
         faults.append(f"{path}.{SAVE}: must differ from {LOAD}, got {given[SAVE]!r} for both")
     if faults:
         raise ValueError("; ".join(faults))
-    return TransferParams(str(weights), given.get(SAVE), given.get(LOAD), float(wait_s))
+    return TransferParams(str(weights), given.get(SAVE), given.get(LOAD), float(wait_s), at_end)
 
 
 @dataclass(slots=True, eq=False)
@@ -226,7 +232,7 @@ class KvTransferScheduler:
         self._stale.discard(request_id)
         if request_id in self._waiting:
             self._expire(request_id, "the request has ended")
-        if wish is None or wish.save is None or not aborted:
+        if wish is None or wish.save is None or not (aborted or wish.at_end):
             return False
         count = min(computed, len(token_ids), len(block_ids) * self.block_tokens) if here else 0
         blocks = -(-count // self.block_tokens)

@@ -110,7 +110,7 @@ class SimulatedOptions(BaseModel):
 
 
 def save_kv(directory: Path, wish: TransferParams, token_ids: Sequence[int]) -> None:
-    """Write the KV entry that `wish` names for an aborted request to `directory`. An entry without token ids makes the
+    """Write the KV entry that `wish` names for an ended request to `directory`. An entry without token ids makes the
     receiver stop waiting."""
     assert wish.save is not None
     entry = directory / wish.save

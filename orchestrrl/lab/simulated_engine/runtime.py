@@ -246,6 +246,10 @@ class Runtime:
             self.loaded_tokens_total += answer.loaded_tokens
         answer.make(progress.tokens, self.weight_version)
         if answer.finished:
+            directory, wish = self._options.kv_directory, answer.request.handover
+            if directory is not None and wish is not None and wish.save is not None and wish.at_end:
+                computed = [*answer.request.prompt_ids, *answer.made_ids[:-1]]
+                save_kv(directory, wish, computed)
             self.finished_total[answer.ending.finish_reason] += 1
             del self._answers[answer.id]
 

@@ -63,11 +63,13 @@ class Want:
     enough: int
     max_lag: int | None
     on_stale: str
+    session: str
 
     def body(self, number: int) -> dict[str, Any]:
         prompt = f"prompt {number}é"
         body: dict[str, Any] = {"prompt": prompt if self.text else list(prompt.encode()), "max_tokens": self.max_tokens}
         body |= {"n": self.n} if self.n > 1 else {}
+        body |= {"session_id": self.session} if self.session else {}
         body |= {"stream": True} if self.stream else {}
         body |= {"presence_penalty": 0.5} if self.immovable else {}
         body |= {"logprobs": 1} if self.logprobs else {}
@@ -88,6 +90,7 @@ wants = st.builds(
     enough=st.integers(0, 2),
     max_lag=st.sampled_from((None, None, 0, 1)),
     on_stale=st.sampled_from(("abort", "restart")),
+    session=st.sampled_from(("", "", "s", "t")),
 )
 acts = st.one_of(
     st.tuples(st.just("ask"), wants),
@@ -515,6 +518,8 @@ def assert_counts(backend: EngineBackend) -> None:
     assert backend.waiting == len(waiting) + len(backend.reserved)
     assert backend.running_tokens == sum(record.context_tokens for record in running)
     assert backend.waiting_tokens == sum(record.context_tokens for record in waiting) + sum(backend.reserved.values())
+    if not backend.reserved:
+        assert backend.cached_waiting_tokens == sum(record.cached_tokens for record in waiting)
 
 
 @contextmanager

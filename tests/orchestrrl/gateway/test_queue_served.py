@@ -177,12 +177,22 @@ def test_all_invalid_flags_are_reported_at_once() -> None:
         pools=["b=h20", "=x"],
         affinity_slack=-1,
         queue_depth=-2,
+        session_ttl_s=float("nan"),
     )
     with pytest.raises(ProblemFaults) as caught:
         read_options(given)
     flags = [fault.split(":")[0] for fault in caught.value.faults]
     assert sorted(flags) == sorted(
-        ["--policy", "--affinity", "--affinity", "--engine-pool", "--engine-pool", "--affinity-slack", "--queue-depth"]
+        [
+            "--policy",
+            "--affinity",
+            "--affinity",
+            "--engine-pool",
+            "--engine-pool",
+            "--affinity-slack",
+            "--queue-depth",
+            "--session-ttl-s",
+        ]
     )
 
 

@@ -254,7 +254,7 @@ async def test_invalid_requests_return_openai_errors(harness: Harness, body: Any
     assert answer["error"]["code"] == 400
 
 
-@pytest.mark.parametrize("header", ["X-Request-Id", "X-Group-Id", "X-Tag"])
+@pytest.mark.parametrize("header", ["X-Request-Id", "X-Group-Id", "X-Tag", "X-Session-ID"])
 @pytest.mark.parametrize("value", [b"\xff", b"a\tb", b"x" * 257])
 async def test_unprintable_labels_are_refused(harness: Harness, header: str, value: bytes) -> None:
     body = json.dumps({"model": "simulated", "prompt": PROMPT, "max_tokens": 3}).encode()
@@ -316,7 +316,7 @@ async def engine_load(harness: Harness) -> int:
 
 
 async def test_operator_pages(harness: Harness) -> None:
-    headers = {"X-Request-Id": "r", "X-Group-Id": "g", "X-Tag": "step7"}
+    headers = {"X-Request-Id": "r", "X-Group-Id": "g", "X-Tag": "step7", "X-Session-ID": "a"}
     body = {"model": "simulated", "prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "presence_penalty": 1.0}
     harness.pause_registry.append(7)
     asking = asyncio.create_task(harness.post("/v1/completions", body, **headers))
@@ -324,6 +324,7 @@ async def test_operator_pages(harness: Harness) -> None:
     _, ledger = await harness.get("/orchestrrl/requests")
     (shown,) = ledger["in_flight"]
     assert (shown["id"], shown["group"], shown["tag"], shown["attempt"]) == ("r", "g", "step7", 1)
+    assert (shown["session"], shown["cached_tokens"]) == ("a", 0)
     assert not shown["movable"]
     assert "presence_penalty" in shown["movable_detail"]
     async with harness.http.get(harness.url + "/metrics") as answer:

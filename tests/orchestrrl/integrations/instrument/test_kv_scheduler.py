@@ -162,6 +162,15 @@ def test_empty_entry_is_written_at_once_if_nothing_is_saved(tmp_path: Path, reas
     assert bench.entries() == []
 
 
+def test_finished_request_is_saved_at_its_end_if_asked_for(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.source.arrived("r", wish(save="e", at_end=True))
+    assert bench.source.finished("r", range(12), 11, block_ids(11), aborted=False, portable=True)
+    bench.work(bench.source)
+    bench.target.arrived("s", wish(load="e"))
+    assert bench.target.loadable_tokens("s", range(20), 0) == 11
+
+
 def test_only_aborted_requests_with_a_save_are_saved(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     assert not bench.stop(range(12), 12, aborted=False)
@@ -211,10 +220,10 @@ def test_transfer_params_are_parsed_or_all_faults_reported() -> None:
     with pytest.raises(ValueError, match="must be an object, got 3"):
         read_transfer_params({"handover": 3})
     with pytest.raises(ValueError) as raised:  # noqa: PT011  # every part of the message is checked
-        read_transfer_params(wish("", save="../x", load=7, wait_s=float("nan"), zeal=1))
+        read_transfer_params(wish("", save="../x", load=7, wait_s=float("nan"), at_end=1, zeal=1))
     path = "kv_transfer_params.handover"
     told = str(raised.value)
-    for name, got in (("weights", "''"), ("save", "'../x'"), ("load", "7"), ("wait_s", "nan")):
+    for name, got in (("weights", "''"), ("save", "'../x'"), ("load", "7"), ("wait_s", "nan"), ("at_end", "1")):
         assert f"{path}.{name}: must be" in told
         assert f"got {got}" in told
     assert f"{path}.zeal: is an unknown field" in told

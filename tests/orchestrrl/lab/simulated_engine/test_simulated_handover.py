@@ -94,6 +94,15 @@ async def test_finished_request_saves_no_kv(pair: Pair) -> None:
     assert list(pair.directory.iterdir()) == []
 
 
+async def test_finished_request_saves_its_kv_if_asked_for(pair: Pair) -> None:
+    answer = await pair.ask(0, PROMPT, TOKENS, saving("v1", "a", at_end=True))
+    next_turn = [*PROMPT, *answer, 7, 8]
+    undisturbed = await pair.ask(0, next_turn, TOKENS, {})
+    assert await pair.ask(1, next_turn, TOKENS, loading("v1", "a", "b", at_end=True)) == undisturbed
+    assert await pair.loaded(1) == len(PROMPT) + TOKENS - 1  # the answer's last token has no KV
+    assert [path.name for path in pair.directory.iterdir()] == ["b"]
+
+
 async def test_invalid_transfer_parameters_are_ignored(pair: Pair) -> None:
     params = {"kv_transfer_params": {"handover": {"save": 3}}}
     assert len(await pair.ask(0, PROMPT, TOKENS, params)) == TOKENS

@@ -26,7 +26,7 @@ DEV_STAMP := .venv/.stamp-dev
 VLLM_STAMP := .venv-vllm/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo fabric-box sync-box fuzz fuzz-grpc test test-system test-vllm test-slow mutants check generate docs lock bench clean venv venv-dev venv-vllm venv-routers
+.PHONY: help demo fabric-box sync-box fuzz fuzz-grpc test test-system test-vllm test-fields test-slow mutants check generate docs lock bench clean venv venv-dev venv-vllm venv-routers
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -102,6 +102,10 @@ test-system: $(DEV_STAMP)  ## run tests of processes, of killed processes, and o
 test-vllm: TEST_WORKERS = 3
 test-vllm: $(DEV_STAMP) $(VLLM_STAMP)  ## run tests against real vLLM and torch
 	@$(pytest) -m "not slow" $(side_by_side) tests/vllm
+
+test-fields: export ORCHESTRRL_FIELD_PAIRS = 0
+test-fields: $(DEV_STAMP) $(VLLM_STAMP)  ## compare all pairs of request fields of a bare vLLM server and of the gateway: minutes
+	@$(pytest) -k pairs tests/vllm/test_gateway_parity_vllm.py
 
 test-slow: $(DEV_STAMP) $(VLLM_STAMP)  ## run tests that take minutes each; TENTH=N: a tenth of them, drawn with seed N
 	$(call all_of,slow,$(call marked,slow,tests),$(if $(TENTH),--tenth $(TENTH)))

@@ -4,6 +4,7 @@
 """
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -17,8 +18,15 @@ from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorP
 
 from orchestrrl.cli.commands import GROUPS, MODULE_OF, PANEL_OF
 from orchestrrl.cli.main import load
+from orchestrrl.engines.base import CompletionEndpoint
+from orchestrrl.gateway.moves.movable import immovable_because
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.vllm.request_fields import FIELDS, PATHS, RequestField, body_of  # noqa: E402
+
+MOST_VALUE = 40  # characters of a value in a table
 FOLDER = ROOT / "docs" / "reference"
 PACKAGES = ("orchestrrl", "planner", "balancer", "ocs_drivers")
 NOTE = "<!-- Generated from the code: python tests/docs/reference_pages.py -->\n\n"
@@ -425,6 +433,37 @@ def _verdicts(tree: ast.Module, names: dict[str, str]) -> Iterator[tuple[str, st
                         yield verdict, known, " ".join((_template(detail) or "{" + ast.unparse(detail) + "}").split())
 
 
+# --- request fields
+
+
+def request_fields() -> str:
+    text = (
+        "# Request fields\n\n"
+        "`make test-vllm` sends each field with the value below to a bare vLLM server and through the gateway, and"
+        " compares the answers, streamed and not. It also compares 150 pairs of fields, and `make test-fields` compares"
+        " all pairs. *Effect* states whether the value changes the bare server's answer. *Gateway* states how the answer"
+        " differs through the gateway. *Moves* states whether the request may continue on another engine, with"
+        " `--reseed`.\n\n"
+    )
+    for endpoint, fields in FIELDS.items():
+        text += f"## `{PATHS[endpoint]}`\n\n"
+        rows = ([*_field_row(field), _moves(endpoint, field)] for field in sorted(fields, key=lambda each: each.name))
+        text += _table(["field", "value", "effect", "gateway", "moves"], rows)
+    return text
+
+
+def _field_row(field: RequestField) -> list[str]:
+    value = json.dumps(field.value, ensure_ascii=False)
+    shown = value if len(value) <= MOST_VALUE else f"{value[:MOST_VALUE]}…"
+    effect = f"none: {field.no_effect}" if field.no_effect else "yes"
+    return [f"`{field.name}`", f"`{shown}`", effect, field.exception or "same answer"]
+
+
+def _moves(endpoint: CompletionEndpoint, field: RequestField) -> str:
+    because = immovable_because(endpoint, body_of(endpoint, field), reseed=True)
+    return f"no: {because}" if because else "yes"
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration,
     "commands.md": commands,
@@ -433,6 +472,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "journal.md": journal,
     "errors.md": errors,
     "reasons.md": reasons,
+    "request-fields.md": request_fields,
 }
 
 

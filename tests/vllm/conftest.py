@@ -12,6 +12,7 @@ import pytest
 
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.lab.testbed.engines import VLLM_ENVIRONMENT, LocalEngine, start_vllm
+from orchestrrl.lab.testbed.processes import VLLM_PYTHON
 from tests import fork_server
 
 pytest.register_assert_rewrite(
@@ -23,7 +24,6 @@ pytest.register_assert_rewrite(
 )
 
 REPOSITORY = Path(__file__).parents[2]
-VLLM_PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
 VLLM_PLUGIN = Path(__file__).parent / "vllm_plugin"
 # A weight-transfer backend that broadcasts over gloo, in addition to the ways that need no backend.
 GLOO_PLUGIN = Path(__file__).parent / "gloo_plugin"

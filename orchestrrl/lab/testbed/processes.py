@@ -23,7 +23,7 @@ ANSWER_WITHIN_S = 600.0
 POLL_S = 0.02
 REPOSITORY = Path(__file__).parents[3]
 # Created by `make venv-vllm`; the vLLM of a GPU host can be used too.
-VLLM_PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
+VLLM_PYTHON = REPOSITORY / os.environ.get("ORCHESTRRL_VLLM_ENV", ".venv-vllm") / "bin" / "python"
 
 Found = TypeVar("Found")
 

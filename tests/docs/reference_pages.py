@@ -441,9 +441,10 @@ def request_fields() -> str:
         "# Request fields\n\n"
         "`make test-vllm` sends each field with the value below to a bare vLLM server and through the gateway, and"
         " compares the answers, streamed and not. It also compares 150 pairs of fields, and `make test-fields` compares"
-        " all pairs. *Effect* states whether the value changes the bare server's answer. *Gateway* states how the answer"
-        " differs through the gateway. *Moves* states whether the request may continue on another engine, with"
-        " `--reseed`.\n\n"
+        " all pairs.\n\n"
+        "- *effect*: whether the value changes the bare server's answer\n"
+        "- *gateway*: how the answer differs through the gateway\n"
+        "- *moves*: whether the request may continue on another engine, with `--reseed`\n\n"
     )
     for endpoint, fields in FIELDS.items():
         text += f"## `{PATHS[endpoint]}`\n\n"

@@ -18,13 +18,13 @@ from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorP
 
 from orchestrrl.cli.commands import GROUPS, MODULE_OF, PANEL_OF
 from orchestrrl.cli.main import load
-from orchestrrl.engines.base import CompletionEndpoint
+from orchestrrl.engines.base import PATHS, CompletionEndpoint
 from orchestrrl.gateway.moves.movable import immovable_because
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.vllm.request_fields import FIELDS, PATHS, RequestField, body_of  # noqa: E402
+from tests.vllm.request_fields import FIELDS, RequestField, body_of  # noqa: E402
 
 MOST_VALUE = 40  # characters of a value in a table
 FOLDER = ROOT / "docs" / "reference"

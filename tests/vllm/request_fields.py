@@ -10,11 +10,6 @@ from typing import Any, NamedTuple
 
 from orchestrrl.engines.base import CompletionEndpoint
 
-PATHS = {
-    CompletionEndpoint.COMPLETIONS: "/v1/completions",
-    CompletionEndpoint.CHAT: "/v1/chat/completions",
-    CompletionEndpoint.GENERATE: "/inference/v1/generate",
-}
 SCHEMAS = {
     CompletionEndpoint.COMPLETIONS: "CompletionRequest",
     CompletionEndpoint.CHAT: "ChatCompletionRequest",
@@ -60,7 +55,7 @@ def _templated(template: str) -> dict[str, Any]:
 
 _SAMPLING = (
     RequestField("allowed_token_ids", [70, 71, 72]),
-    RequestField("bad_words", [" lumu", "�", "u", "a", "e", "pu", "Hello"], {"max_tokens": 40}),
+    RequestField("bad_words", [" lumu", " tegigi", "?", "%"], {"max_tokens": 40}),
     RequestField("frequency_penalty", 1.5, {"max_tokens": 40}),
     RequestField("ignore_eos", True, _ENDS_AT_ONCE),
     RequestField("include_stop_str_in_output", True, _STOP),
@@ -197,7 +192,12 @@ FIELDS: Mapping[CompletionEndpoint, tuple[RequestField, ...]] = {
                 RequestField("logprobs", 2),
                 RequestField("output_kind", 1, no_effect="the endpoint sets it"),
                 RequestField("output_text_buffer_length", 3, no_effect="the engine sets it"),
-                RequestField("prompt_logprob_start", 1, {"prompt_logprob_token_ids": [[3]]}),
+                RequestField(
+                    "prompt_logprob_start",
+                    1,
+                    {"prompt_logprob_token_ids": [[3]]},
+                    no_effect="the server's model runner refuses prompt_logprob_token_ids",
+                ),
                 RequestField("prompt_logprob_token_ids", [[3]]),
                 RequestField("skip_clone", True, no_effect="it changes the engine's memory only"),
                 RequestField("skip_reading_prefix_cache", True, no_effect=_CACHE),

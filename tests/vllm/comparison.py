@@ -60,8 +60,8 @@ def near(one: Any, other: Any) -> bool:
 
 
 def same_answer(one: tuple[int, Any], other: tuple[int, Any]) -> bool:
-    """Return whether a bare server's answer `one` equals the gateway's answer `other`. Refusals are equal if they name the
-    same field. If servers fail with an internal error, the gateway gives up with status 503 after several attempts."""
+    """Return whether a bare server's answer `one` equals the gateway's answer `other`. Refusals are equal if they name
+    the same field. If servers fail with an internal error, the gateway returns status 503 after several attempts."""
     if one[0] != other[0]:
         return (one[0], other[0]) == (500, 503)
     return near(one[1], other[1]) if one[0] == 200 else one[1]["error"]["param"] == other[1]["error"]["param"]

@@ -55,7 +55,7 @@ def _templated(template: str) -> dict[str, Any]:
 
 _SAMPLING = (
     RequestField("allowed_token_ids", [70, 71, 72]),
-    RequestField("bad_words", [" lumu", " tegigi", "?", "%"], {"max_tokens": 40}),
+    RequestField("bad_words", [" lumu", " tegigi", "?", "%", "`", "n"], {"max_tokens": 40}),
     RequestField("frequency_penalty", 1.5, {"max_tokens": 40}),
     RequestField("ignore_eos", True, _ENDS_AT_ONCE),
     RequestField("include_stop_str_in_output", True, _STOP),

@@ -151,7 +151,7 @@ FIELDS: Mapping[CompletionEndpoint, tuple[RequestField, ...]] = {
         RequestField("media_io_kwargs", {"image": {}}),
         RequestField("messages", [{"role": "user", "content": "Other"}]),
         RequestField("mm_processor_kwargs", {"a": 1}),
-        RequestField("parallel_tool_calls", False, no_effect="the server has no tool parser"),
+        RequestField("parallel_tool_calls", False, no_effect="the answer has no tool calls"),
         RequestField("reasoning_effort", "low", _templated("{{ reasoning_effort }}")),
         RequestField("return_prompt_text", True),
         RequestField("return_tokens_as_token_ids", True, {"logprobs": True, "top_logprobs": 1}),

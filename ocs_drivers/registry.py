@@ -52,4 +52,6 @@ def load_named(what: str, name: str, entries: Mapping[str, EntryPoint]) -> Any:
         if str(error.name).startswith("ocs_drivers."):
             raise
         needs = f"{what}: {name} needs {error.name}, which is not installed"
-        raise InvalidOptions([f"{needs}; run pip install 'orchestrrl[{name.partition('-')[0]}]'"]) from error
+        family = name.partition("-")[0]
+        extra = family if family in ("netconf", "gnmi") else "ocs"
+        raise InvalidOptions([f"{needs}; run pip install 'orchestrrl[{extra}]'"]) from error

@@ -14,6 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from orchestrrl import __version__
 from orchestrrl.cli import garbage
 from orchestrrl.cli.commands import GROUPS, MODULE_OF, PANEL_OF, function_names, summary
+from orchestrrl.cli.extras import with_extra
 from orchestrrl.cli.output import reporting_errors
 
 _SETTINGS: dict[str, Any] = {
@@ -85,7 +86,7 @@ def load(path: str) -> Any:
 
     @functools.wraps(function)
     def run(**values: Any) -> None:
-        with reporting_errors():
+        with reporting_errors(), with_extra(path):
             function(**values)
 
     app = typer.Typer(add_completion=False, **_SETTINGS)

@@ -39,7 +39,7 @@ def peer(flags: Any) -> None:
     in a folder, by default in memory, and verified by checksum after a restart. Trainers stage their weights in the
     same folder. No stored version is lost if the peer, the daemon, a trainer or an engine is killed.
 
-    In an environment without OrchestrRL's dependencies, such as a trainer's or vLLM's, run `python -m
+    In a trainer's or vLLM's environment, install `orchestrrl-client` and run `python -m
     orchestrrl.weights.peer.main` with the package on the Python path. It requires grpcio, protobuf, pydantic, aiohttp,
     prometheus-client, numpy and xxhash. The transports gloo and nccl also require torch, but tcp does not.
 

@@ -31,17 +31,17 @@ DEV_STAMP := .venv/.stamp-dev
 VLLM_STAMP := $(VLLM_ENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo fabric-box sync-box fuzz fuzz-grpc test test-system test-vllm test-fields test-slow mutants check generate docs lock bench clean venv venv-dev venv-vllm venv-routers
+.PHONY: help demo fabric-box sync-box fuzz fuzz-grpc test test-system test-vllm test-fields test-slow mutants check generate docs lock dist bench clean venv venv-dev venv-vllm venv-routers
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-$(VENV_STAMP): requirements.lock pyproject.toml
+$(VENV_STAMP): requirements.lock pyproject.toml deploy/client/pyproject.toml
 	@$(PYTHON) -c 'import sys; v=sys.version_info[:2]; sys.exit(0 if (3,11)<=v<=(3,13) else f"Python 3.11 to 3.13 is needed, this is {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "setting up .venv (about a minute)"
 	@$(PIP) --require-hashes -r requirements.lock
-	@$(PIP) --no-deps --no-build-isolation -e .
+	@$(PIP) --no-deps --no-build-isolation -e . -e deploy/client
 	@touch $@
 
 $(DEV_STAMP): $(VENV_STAMP) requirements-dev.lock
@@ -145,8 +145,11 @@ docs: $(DEV_STAMP)  ## build the documentation site in out/site, with generated 
 
 lock: $(VENV_STAMP)  ## update the lock files from pyproject.toml
 	@$(PIP) uv==$(UV_VERSION)
-	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header pyproject.toml --group build -o requirements.lock
+	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header pyproject.toml --extra sim --no-emit-package orchestrrl-client --group build -o requirements.lock
 	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header -c requirements.lock --group dev -o requirements-dev.lock
+
+dist: $(VENV_STAMP)  ## build the wheels and source archives in dist/, and try them in fresh environments
+	@$(BIN)/python tests/distributions.py $(PIP_ARGS)
 
 bench: $(VENV_STAMP)  ## measure performance ratios against baselines in one run
 	@$(BIN)/orchestrrl bench
@@ -157,4 +160,4 @@ venv-routers:  ## create .venv-routers with vllm-router and sglang-router, which
 	@.venv-routers/bin/$(PIP_INSTALL) vllm-router==0.1.17 sglang-router==0.3.2
 
 clean:  ## remove what the targets made, except the environments
-	@rm -rf out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf out build dist *.egg-info deploy/client/build deploy/client/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -39,9 +39,8 @@ def peer(flags: Any) -> None:
     in a folder, by default in memory, and verified by checksum after a restart. Trainers stage their weights in the
     same folder. No stored version is lost if the peer, the daemon, a trainer or an engine is killed.
 
-    In a trainer's or vLLM's environment, install `orchestrrl-client` and run `python -m
-    orchestrrl.weights.peer.main` with the package on the Python path. It requires grpcio, protobuf, pydantic, aiohttp,
-    prometheus-client, numpy and xxhash. The transports gloo and nccl also require torch, but tcp does not.
+    In a trainer's or vLLM's environment, install `orchestrrl-client` and run `python -m orchestrrl.weights.peer.main`.
+    The transports gloo and nccl require torch, but tcp does not.
 
     Example: `orchestrrl sync peer --id train0 --daemon 10.0.0.1:7070 --allow-remote --pod train0 --tor train0-tor0`
 

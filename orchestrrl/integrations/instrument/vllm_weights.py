@@ -1,7 +1,7 @@
 """A weight-transfer backend for vLLM that loads a weight version from a folder and reports the loaded version.
 
-If this folder is on PYTHONPATH, vLLM finds the backend as a plugin (orchestrrl_vllm.dist-info). vLLM uses the backend
-if it is started with this option:
+If orchestrrl-client is installed or this folder is on PYTHONPATH (orchestrrl_vllm.dist-info), vLLM finds the backend as
+a plugin. vLLM uses the backend if it is started with this option:
 
     --weight-transfer-config '{"backend": "orchestrrl"}'
 

@@ -1,8 +1,7 @@
 """Run a weight peer in the environment of a trainer or of vLLM: `python -m orchestrrl.weights.peer.main`.
 
-OrchestrRL need not be installed, but its packages must be on the Python path. The peer needs grpcio, protobuf,
-pydantic, aiohttp, prometheus-client, numpy and xxhash, and torch for gloo and NCCL. In OrchestrRL's own environment,
-`orchestrrl sync peer` is the same command.
+The distribution orchestrrl-client contains the peer and declares what it needs, except torch for gloo and NCCL. In
+OrchestrRL's own environment, `orchestrrl sync peer` is the same command.
 """
 
 import argparse

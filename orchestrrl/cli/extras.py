@@ -18,7 +18,7 @@ PACKAGES = {"planner": _PLANNER, "sim": (*_PLANNER, "matplotlib", "numba")}
 
 _COMMANDS = {
     "planner": [
-        *("daemon", "engine simulated", "plan solve", "sync plan", "profile fit", "profile score"),
+        *("daemon", "up", "engine simulated", "plan solve", "sync plan", "profile fit", "profile score"),
         *(f"fabric {verb}" for verb in ("allocate", "place", "transition")),
     ],
     "sim": [

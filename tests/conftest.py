@@ -69,6 +69,7 @@ OF_PROCESSES = [Path(__file__).parent / folder for folder in ("system", "faults"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tenth", type=int, metavar="SEED", help="run a tenth of the selected tests, drawn with SEED")
+    parser.addoption("--record", action="store_true", help="record the calls of clients (tests/clients/recordings)")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -28,7 +28,7 @@ VLLM_PLUGIN = Path(__file__).parent / "vllm_plugin"
 # A weight-transfer backend that broadcasts over gloo, in addition to the ways that need no backend.
 GLOO_PLUGIN = Path(__file__).parent / "gloo_plugin"
 GLOO_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo"}
-# Chats with tools move if an engine parses their whole answer.
+# Chats with tools move if an engine parses their whole answer (derender, with --enable-scale-out).
 PARSER_ARGUMENTS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 GLOO_ARGUMENTS = ("--weight-transfer-config", '{"backend": "gloo_for_tests"}')
 TINY_MODEL_SCRIPT = REPOSITORY / "orchestrrl" / "lab" / "tiny_model.py"

@@ -140,14 +140,30 @@ class SupervisedProcess:
             on_line(rest.decode(errors="replace"))
 
 
-async def keep_running(processes: Sequence[SupervisedProcess]) -> None:
-    """Run the processes until cancelled. Then stop them, one after the other, in the given order. If one of them cannot
-    be kept running, stop all and raise Permanent. If the stop is cancelled, kill them."""
-    tasks = [process.start() for process in processes]
+async def _wait_for(event: asyncio.Event, tasks: Sequence["asyncio.Task[None]"]) -> None:
+    """Wait until the event is set. If one of the tasks fails before, raise its exception."""
+    waiting = asyncio.create_task(event.wait())
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        done, _ = await asyncio.wait({waiting, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+    for task in done:
+        task.result()
+
+
+async def keep_running(processes: Sequence[SupervisedProcess], on_stop: Callable[[], None] = lambda: None) -> None:
+    """Run the processes until cancelled. Then call `on_stop` and stop them, one after the other, in the given order.
+    They start in the reverse order, each when the one before is ready. If one of them cannot be kept running, stop all
+    and raise Permanent. If the stop is cancelled, kill them."""
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        for process in reversed(processes):
+            tasks.append(process.start())
+            await _wait_for(process.ready, tasks)
+        await _wait_for(asyncio.Event(), tasks)
+    except asyncio.CancelledError:
+        on_stop()
+        raise
     finally:
         try:
             for process in processes:

@@ -52,7 +52,8 @@ def up(flags: UpFlags) -> None:
     """Run a daemon, a gateway and an agent on this machine, as separate processes, and restart those that end.
 
     Requests continue while the daemon or the agent is down. The engines may start later. Without `--config`, the daemon
-    runs in mode advise. The log of all processes is written to standard error.
+    runs in mode advise and keeps its journal in the working folder. The log of all processes is written to standard
+    error.
 
     On SIGTERM or Ctrl-C, running requests have `--drain-s` seconds to finish, and the exit status is 0. The exit status
     is 1 if a process cannot be kept running. If this command is killed, the processes exit in the same way.
@@ -115,6 +116,7 @@ async def _run(flags: UpFlags, daemon: str, engines: "Mapping[EngineId, str]") -
     from orchestrrl.core.clock import WallClock, stop
 
     clock, name = WallClock(), f"{gethostname()}-{flags.listen.rpartition(':')[2]}"
+    stopping = f"stopping: running requests have {flags.drain_s:g} s to finish; a second signal ends them at once"
     mode = None if flags.mode is None else flags.mode.value
     gateway = SupervisedProcess(gateway_command(flags, daemon), _log, clock)
     agents = [SupervisedProcess(agent_command(flags, daemon, f"agent-{name}"), _log, clock)] if engines else []
@@ -125,8 +127,9 @@ async def _run(flags: UpFlags, daemon: str, engines: "Mapping[EngineId, str]") -
     ]
     reports.append(asyncio.create_task(report_ready(gateway.ready, f"http://{flags.listen}", print_line, clock)))
     try:
-        # The gateway is stopped first, so that its requests finish while the daemon and the agent still run.
-        await keep_running([gateway, *agents, keeper])
+        # The gateway is stopped first, so that its requests finish while the daemon and the agent still run. It is
+        # started last, so that it serves no requests if the daemon cannot start.
+        await keep_running([gateway, *agents, keeper], lambda: _log("up", stopping))
     finally:
         await stop(*reports)
 

@@ -195,6 +195,33 @@ async def test_processes_stop_in_order_and_a_second_cancellation_kills_them() ->
     assert [child.signals for child in children] == [[signal.SIGTERM, signal.SIGKILL], [signal.SIGKILL]]
 
 
+async def test_process_starts_when_those_after_it_are_ready() -> None:
+    machine = Machine()
+    daemon = ChildCommand("daemon", ("daemon",))
+    processes = [machine.supervise(each) for each in (GATEWAY, AGENT, daemon)]
+    keeping = asyncio.create_task(keep_running(processes, lambda: machine.log.append("stopping")))
+    await machine.clock.advance(10)
+    assert list(machine.children) == ["daemon"]
+    machine.children["daemon"][-1].print("127.0.0.1:7070\n")
+    await machine.clock.advance(0)
+    assert list(machine.children) == ["daemon", "agent", "gateway"]
+    keeping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await keeping
+    assert machine.log == ["daemon: 127.0.0.1:7070", "stopping"]
+
+
+async def test_process_that_ends_before_it_was_ready_keeps_the_others_from_starting() -> None:
+    machine = Machine()
+    daemon = ChildCommand("daemon", ("daemon",))
+    keeping = asyncio.create_task(keep_running([machine.supervise(each) for each in (GATEWAY, daemon)]))
+    await machine.clock.advance(0)
+    machine.children["daemon"][-1].end(1)
+    with pytest.raises(Permanent, match="the daemon ended with status 1 before it was ready"):
+        await keeping
+    assert list(machine.children) == ["daemon"]
+
+
 async def test_one_process_that_cannot_run_stops_the_others() -> None:
     machine = Machine()
     keeping = asyncio.create_task(keep_running([machine.supervise(GATEWAY), machine.supervise(AGENT)]))

@@ -241,7 +241,8 @@ class EngineWatch:
     def _report(self, health: EngineHealth, detail: str, sample: EngineSample | None) -> None:
         if health is not self._health:
             level = logging.INFO if health is EngineHealth.OK else logging.WARNING
-            logger.log(level, "%s at %s is %s. %s", self.engine_id, self.engine.url, health, detail)
+            why = f": {detail}" if detail else ""
+            logger.log(level, "%s at %s is %s%s", self.engine_id, self.engine.url, health, why)
             self._health = health
         found = health, detail, sample, self._capabilities
         self.publish(EngineReport(self.agent, 0, self.engine_id, self.engine.url, *found, server=self._server))

@@ -128,7 +128,8 @@ class FleetCoordinator:
                 self._health = {e: health for e, health in self._health.items() if self.state.reported(e)}
             detail = {"health": report.health, "before": before, "detail": report.health_detail, "url": report.url}
             self.note(EntryKind.ENGINE_HEALTH, report.engine, detail)
-            logger.info("engine %s is %s %s", report.engine, report.health, report.health_detail)
+            why = f": {report.health_detail}" if report.health_detail else ""
+            logger.info("engine %s is %s%s", report.engine, report.health, why)
             self.routes.changed(lost=report.health is not EngineHealth.OK)
         self._note_step_end()
         self.nodes.on_report(report.agent, now_s)

@@ -88,7 +88,7 @@ class ControlClient:
                     "gateway, an engine or the daemon's metrics; set --daemon to the daemon's listen.address"
                 )
             case grpc.StatusCode.UNAVAILABLE if not connected:
-                advice = "start one with `orchestrrl daemon -c FILE`, or set --daemon"
+                advice = "start one with `orchestrrl up` or `orchestrrl daemon`, or set --daemon"
                 return Retryable(f"no daemon at {self.address}: {advice}", after_s=1.0)
             case grpc.StatusCode.UNAVAILABLE:
                 return OutcomeUnknown(f"the connection to the daemon at {self.address} broke: {details}")

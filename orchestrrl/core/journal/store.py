@@ -480,7 +480,9 @@ def _locked(path: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise Permanent(f"{path}: another daemon uses this journal; set a different journal.path, or start in another folder") from None
+        raise Permanent(
+            f"{path}: another daemon already uses this journal; set another journal.path, or start in another folder"
+        ) from None
     return descriptor
 
 

@@ -35,6 +35,7 @@ from orchestrrl.gateway.http.generate_responses import (
 from orchestrrl.gateway.http.passthrough import PassThrough
 from orchestrrl.gateway.http.pause import PauseEndpoints
 from orchestrrl.gateway.http.responses import DONE, ChunkWriter, event, response, usage_chunk
+from orchestrrl.gateway.http.vllm_endpoints import path_hint
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.metrics import GatewayCollector
 from orchestrrl.gateway.moves.reseed import RESEED_HEADER
@@ -191,7 +192,7 @@ class GatewayServer:
         if allowed := [method for other, method in routes if other == path]:
             listed = ",".join("GET,HEAD" if method == "GET" else method for method in allowed)
             raise HttpRefusal(f"{asked}: Method Not Allowed", status=405, headers={"Allow": listed})
-        raise HttpRefusal(f"{asked}: Not Found", status=404)
+        raise HttpRefusal(f"{asked}: Not Found{path_hint(path)}", status=404)
 
     # --- OpenAI ------------------------------------------------------------------------------------------------------
 

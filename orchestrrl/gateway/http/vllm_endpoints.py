@@ -114,6 +114,12 @@ ENDPOINTS: Mapping[str, VllmEndpoint] = {
 }
 
 
+def path_hint(path: str) -> str:
+    """Return a hint for a path without an endpoint, or "" if no endpoint differs from it by one `/v1` only."""
+    near = next((other for other in (f"/v1{path}", path.removeprefix("/v1")) if other in ENDPOINTS), None)
+    return f"; the endpoint is {near}: check /v1 in the base URL" if near else ""
+
+
 def find_endpoint(path: str) -> tuple[VllmEndpoint, str] | None:
     """Return the endpoint at a path, and the id of the response that the path names, or "". Return None if vLLM has no
     endpoint there."""

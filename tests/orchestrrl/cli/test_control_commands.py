@@ -299,7 +299,7 @@ def test_top_prints_once_into_a_pipe(daemon: FakeDaemon) -> None:
 def test_unreachable_daemon_is_reported_with_advice() -> None:
     result = run("127.0.0.1:1", "status")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "no daemon at 127.0.0.1:1: start one with `orchestrrl daemon -c FILE`" in result.stderr
+    assert "no daemon at 127.0.0.1:1: start one with `orchestrrl up` or `orchestrrl daemon`" in result.stderr
     followed = run("127.0.0.1:1", "journal", "--follow")
     assert (followed.exit_code, followed.stdout) == (1, "")
 

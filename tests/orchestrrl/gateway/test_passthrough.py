@@ -353,6 +353,7 @@ async def sizeless(engine: PassedEngine, request: web.Request) -> web.StreamResp
         ("GET", "/is_sleeping", 404, "call the engine itself"),
         ("POST", "/v1/load_lora_adapter", 404, "routes requests by their model"),
         ("POST", "/nothing", 404, "Not Found"),
+        ("POST", "/v1/v1/completions", 404, "Not Found; the endpoint is /v1/completions"),
         ("GET", "/tokenize", 405, "Method Not Allowed"),
         ("DELETE", "/v1/responses/resp_1", 405, "Method Not Allowed"),
     ],

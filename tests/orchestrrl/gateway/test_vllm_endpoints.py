@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.gateway.http.response_owners import FirstEvent, ResponseOwners, response_id
-from orchestrrl.gateway.http.vllm_endpoints import ENDPOINTS, EndpointHandling, find_endpoint
+from orchestrrl.gateway.http.vllm_endpoints import ENDPOINTS, EndpointHandling, find_endpoint, path_hint
 from planner.model import EngineId
 
 ANY_JSON = st.recursive(
@@ -38,6 +38,22 @@ ANY_JSON = st.recursive(
 def test_path_names_an_endpoint(path: str, template: str | None, response: str) -> None:
     found = find_endpoint(path)
     assert (template, response) == (None, "") if found is None else (found[0].path, found[1]) == (template, response)
+
+
+@pytest.mark.parametrize(
+    ("path", "endpoint"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/completions", "/v1/completions"),
+        ("/v1/inference/v1/generate", "/inference/v1/generate"),
+        ("/v1/tokenize", "/tokenize"),
+        ("/nothing", None),
+        ("/v1", None),
+        ("/", None),
+    ],
+)
+def test_hint_for_a_base_url_with_a_wrong_prefix(path: str, endpoint: str | None) -> None:
+    assert path_hint(path) == (f"; the endpoint is {endpoint}: check /v1 in the base URL" if endpoint else "")
 
 
 def test_refused_endpoints_say_what_to_use_instead() -> None:

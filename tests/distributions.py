@@ -72,14 +72,19 @@ def main(pip: list[str]) -> None:
 
     planner_mb = install("planner", "orchestrrl[planner]", pip)
     check(True, f"orchestrrl[planner] adds {planner_mb:.1f} MB with dependencies")
+    run_fleet()
+
+
+def run_fleet() -> None:
+    """Run the daemon and an engine from one environment, the agent and the gateway from the other, and a request."""
     (OUT / "work" / "orchestrrl.yaml").write_text('mode: advise\nlisten: {address: "127.0.0.1:0"}\n')
     with contextlib.ExitStack() as running:
         start = running.enter_context
         daemon = start(service("planner", "daemon", "-c", "orchestrrl.yaml")).readline().strip()
         engine = start(service("planner", "engine", "simulated", "--speed", "30")).readline().strip()
-        start(service("base", "agent", "--engine", "simulated", "--url", engine, "--id", "e0", "--daemon", daemon))
-        shared = ("--listen", "127.0.0.1:0", "--daemon", daemon)
-        gateway = start(service("base", "gateway", "--engine", f"e0={engine}", *shared)).readline().strip()
+        shared = ("--engine", f"e0={engine}", "--engine-kind", "simulated", "--daemon", daemon)
+        start(service("base", "agent", *shared))
+        gateway = start(service("base", "gateway", "--listen", "127.0.0.1:0", *shared)).readline().strip()
         body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 8}).encode()
         request = urllib.request.Request(f"{gateway}/v1/completions", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=LIMIT_S) as response:

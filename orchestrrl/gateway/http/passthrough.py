@@ -21,10 +21,10 @@ from orchestrrl.engines.exchange import EngineConnection
 from orchestrrl.engines.forwarding import ForwardedRequest, forwarded, forwards
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.http.bodies import read_body
-from orchestrrl.gateway.http.completion_requests import CHARACTERS_PER_TOKEN, header_faults
+from orchestrrl.gateway.http.completion_requests import CHARACTERS_PER_TOKEN, MAX_NAME_LENGTH, header_faults
 from orchestrrl.gateway.http.connections import HttpAnswer, HttpConnection, HttpRequest
 from orchestrrl.gateway.http.engine_answers import AnswerWriter
-from orchestrrl.gateway.http.field_types import HttpRefusal, raise_faults, shown
+from orchestrrl.gateway.http.field_types import HttpRefusal, raise_faults, read_json, shown
 from orchestrrl.gateway.http.response_owners import FirstEvent, ResponseOwners, response_id
 from orchestrrl.gateway.http.vllm_endpoints import (
     ONE_RESPONSE,
@@ -34,6 +34,7 @@ from orchestrrl.gateway.http.vllm_endpoints import (
     find_endpoint,
 )
 from orchestrrl.gateway.ledger.ledger import RequestRecord
+from orchestrrl.gateway.moves.movable import MOST_TOKENS
 from orchestrrl.gateway.passed import PassedCall
 from orchestrrl.gateway.routing.backend import EngineBackend
 from planner.model import EngineId, RequestId
@@ -43,6 +44,7 @@ Handler = Callable[[HttpRequest, HttpConnection], Awaitable[HttpAnswer | None]]
 Accept = Callable[[HttpRequest], tuple[tuple[str, str], ...]]
 
 _LIMITS = ("max_output_tokens", "max_completion_tokens", "max_tokens")
+_ROUTED_BY = ("model", "messages")  # fields that determine the engine; others may have any type
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class PassThrough:
         call = self._call(endpoint, response, request)
         if endpoint.path == RESPONSES:
             response = call.body.get("previous_response_id") or ""
-        if isinstance(response, str) and response:
+        if isinstance(response, str) and 0 < len(response) <= MAX_NAME_LENGTH:  # an engine refuses a longer id
             call = replace(call, only_engine=await self._owner(response, call))
         writer = AnswerWriter(connection)
         if endpoint.handling is EndpointHandling.MODEL and self._is_offered(endpoint):
@@ -215,11 +217,11 @@ class PassThrough:
             id=RequestId(name),
             endpoint=CompletionEndpoint.COMPLETIONS,
             passed_path=call.endpoint.path,
-            body=call.body,
+            body={field: call.body[field] for field in _ROUTED_BY if field in call.body},
             streaming=False,
             arrived_s=now_s,
             progressed_s=now_s,
-            max_tokens=next((limit for limit in limits if type(limit) is int and limit >= 0), None),
+            max_tokens=next((limit for limit in limits if type(limit) is int and 0 <= limit <= MOST_TOKENS), None),
             group=group,
             tag=tag,
             immovable_because=f"{call.endpoint.path}: the engine's answer is passed through",
@@ -282,9 +284,10 @@ def _query(request: HttpRequest) -> str:
 
 
 def _json_object(data: bytes) -> Mapping[str, Any]:
-    """Return the JSON object in the body, or {} if there is none. The engine reports the faults of the body."""
+    """Return the JSON object in the body, or {} if there is none or it has values that a completion request must not
+    have. The engine reports the faults of the body."""
     try:
-        body = json.loads(data)
-    except (ValueError, RecursionError):
+        body = read_json(data)
+    except HttpRefusal:
         return {}
     return body if isinstance(body, dict) else {}

@@ -37,6 +37,7 @@ class RequestField(NamedTuple):
 # --- values that several endpoints accept
 
 _SAMPLED = {"temperature": 1.0, "seed": 3}
+_BEAMS = {"use_beam_search": True, "n": 2}
 _ENDS_AT_ONCE = {"logit_bias": {"1": 100.0}}  # token 1 ends an answer of the tiny model
 _REPEATS = {"allowed_token_ids": [70], "max_tokens": 30}
 _SPECIAL = {**_SAMPLED, "allowed_token_ids": [0, 70]}  # token 0 is a special token
@@ -103,7 +104,7 @@ _OPENAI = (
     *_REQUEST,
     RequestField("add_special_tokens", False, no_effect="the tokenizer adds none"),
     RequestField("echo", True),
-    RequestField("length_penalty", 0.1, {"use_beam_search": True}, no_effect="one beam has nothing to compare"),
+    RequestField("length_penalty", 0.1, _BEAMS, no_effect="all beams have the same length"),
     RequestField("mm_payload", "none", no_effect=_RENDERING),
     RequestField("response_format", {"type": "json_object"}),
     RequestField("return_mm_kwargs", True, no_effect=_RENDERING),
@@ -111,7 +112,7 @@ _OPENAI = (
     RequestField("session_id", "s", no_effect=_CACHE),
     RequestField("truncate_prompt_tokens", 1, {"return_token_ids": True}),
     RequestField("truncation_side", "right", {"truncate_prompt_tokens": 1, "return_token_ids": True}),
-    RequestField("use_beam_search", True, no_effect="one beam is greedy decoding"),
+    RequestField("use_beam_search", True, {**_SAMPLED, "n": 2}),
     RequestField("user", "u", no_effect=_OWN_ID),
     RequestField("vllm_xargs", {"a": 1}, no_effect="no extension of the server reads it"),
 )

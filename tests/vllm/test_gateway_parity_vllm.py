@@ -37,6 +37,7 @@ COMPLETION_VARIANTS: tuple[dict[str, Any], ...] = (
     {"logprobs": 5, "return_token_ids": True},
     {"logprobs": 21},
     {"logprobs": 1, "logprob_token_ids": [3, 4]},
+    {"use_beam_search": True, "n": 3, "logprobs": 1, "return_token_ids": True, "prompt": ["Hello", "abc"]},
     {"prompt_logprobs": 3},
     {"prompt_logprobs": 1, "prompt": ["Hello", "abc"]},
     {"prompt_logprobs": -2},
@@ -66,14 +67,14 @@ CHAT_VARIANTS: tuple[dict[str, Any], ...] = (
     {"tools": [TOOL], "tool_choice": "auto"},
     {"response_format": {"type": "nonsense"}},
     {"max_completion_tokens": 3, "stop": "zzz"},
+    {"use_beam_search": True, "n": 2, "logprobs": True, "return_token_ids": True},
     {"messages": []},
 )
-# By the field in the gateway's refusal: values that vLLM refuses without naming the field, and one that it accepts.
+# By the field in the gateway's refusal: values that vLLM refuses without naming the field.
 REFUSED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("n", COMPLETIONS, {"prompt": "Hello", "n": 2}),
     ("n", CHAT, {"messages": MESSAGES, "n": 2}),
     ("n", COMPLETIONS, {"prompt": "Hello", "n": 0}),
-    ("n", COMPLETIONS, {"prompt": "Hello", "n": 2, "use_beam_search": True}),  # not supported by the gateway
     ("stop_token_ids", COMPLETIONS, {"prompt": "Hello", "stop_token_ids": ["a"]}),
     ("stream_options", COMPLETIONS, {"prompt": "Hello", "stream_options": {"include_usage": True}}),
     ("prompt", COMPLETIONS, {"prompt": [-1]}),
@@ -216,7 +217,7 @@ async def test_refusal_names_the_field(harness: Harness, name: str, path: str, b
     status, answer = await answered(harness.http, harness.url + path, {**GREEDY, **body})
     assert (status, answer["error"]["param"]) == (400, name)
     direct, _ = await answered(harness.http, harness.engines[0].url + path, {**GREEDY, **body})
-    assert direct == (200 if "use_beam_search" in body else 400)
+    assert direct == 400
 
 
 async def test_truncated_prompt_stays_truncated_after_a_move(harness: Harness) -> None:

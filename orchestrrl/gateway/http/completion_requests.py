@@ -1,5 +1,5 @@
 """Parse completion requests, without side effects. A request for several answers (`n`, or a list of prompts) is split
-into one record per answer.
+into one record per answer, apart from the beams of a beam search.
 
 The types of known fields (field_types.py) and the values that the gateway relies on are checked. The engine checks
 everything else.
@@ -59,7 +59,7 @@ _RANK_HEADER = "x-data-parallel-rank"
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
     """The parsed body of one completion request. The records are in the order of their indices: first the answers to
-    the first prompt, then the answers to the second prompt, and so on."""
+    the first prompt, then the answers to the second prompt, and so on. All beams of one beam search have one record."""
 
     form: ResponseForm
     records: tuple[RequestRecord, ...]
@@ -99,7 +99,9 @@ def read_completion_request(
         prompts = [whole_prompt(body)]
     else:
         body = with_types(endpoint, body)
-    answers = sampling_fields(endpoint, body).get("n") or 1
+    # The engine returns all beams in one answer, which is relayed.
+    beams = not generates and bool(body.get("use_beam_search"))
+    answers = 1 if beams else sampling_fields(endpoint, body).get("n") or 1
     streaming = bool(body.get("stream"))
     form = _form(endpoint, body, request_id, default_model, int(now_s))
     enough = body.get("group_enough") or 0
@@ -111,7 +113,7 @@ def read_completion_request(
     pinned = next((f"{name}: names a rank of one engine" for name, _ in headers if name.lower() == _RANK_HEADER), "")
     because = immovable_because(endpoint, body, reseed=bool(may_reseed)) or pinned
     parsed = not pinned and parsed_after_moves(endpoint, body, reseed=bool(may_reseed))
-    form_fields = {name: body[name] for name in _FORM_FIELDS if name in body}
+    form_fields = {name: body[name] for name in (*_FORM_FIELDS, *(["n"] if beams else [])) if name in body}
     single = len(prompts) * answers == 1
     records = []
     for index in range(len(prompts) * answers):
@@ -204,9 +206,8 @@ def _several_faults(body: Mapping[str, Any], prompts: int, faulty: Collection[st
     `prompts` is the number of prompts, and `faulty` names the fields whose faults are already known."""
     answers = body["n"]
     temperature = None if "temperature" in faulty else body.get("temperature")
-    if body.get("use_beam_search"):
-        yield "n", f"must be 1 with use_beam_search, got {answers}: several beams are not supported"
-    elif temperature is not None and 0 <= temperature < GREEDY_BELOW:
+    greedy = temperature is not None and 0 <= temperature < GREEDY_BELOW
+    if greedy and not body.get("use_beam_search"):
         yield "n", f"must be 1 if temperature is {temperature:g} (greedy decoding), got {answers}"
     if prompts * answers > MAX_ANSWERS >= prompts > 0:
         yield "n", f"must be at most {MAX_ANSWERS // prompts} with {prompts} prompts, got {shown(answers)}"

@@ -291,7 +291,8 @@ class ChunkWriter:
         if not event["choices"]:
             return ""
         self._begun = True
-        choices = [{**choice, "index": self._index} for choice in event["choices"]]
+        # Only the choices of a beam search have other indices than 0.
+        choices = [{**choice, "index": self._index + choice.get("index", 0)} for choice in event["choices"]]
         self._ended = self._ended or any(choice.get("finish_reason") is not None for choice in choices)
         if self._form.policy_versions:
             choices = [{**choice, "policy_version": version} for choice in choices]

@@ -1,4 +1,4 @@
-"""Bodies of requests that are passed through: the gateway reads a few of their fields, and the engine reports faults."""
+"""Bodies of requests that are passed through: the gateway reads few of their fields, and the engine reports faults."""
 
 import asyncio
 from typing import Any

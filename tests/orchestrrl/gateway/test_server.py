@@ -244,7 +244,6 @@ async def test_engine_refusal_equals_the_gateways(harness: Harness, stream: bool
         ({"prompt": "x", "n": "2"}, "n"),
         ({"prompt": "x", "n": 5000}, "n"),
         ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
-        ({"prompt": "x", "use_beam_search": True, "n": 2}, "n"),
     ],
 )
 async def test_invalid_requests_return_openai_errors(harness: Harness, body: Any, param: str | None) -> None:

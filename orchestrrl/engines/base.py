@@ -31,6 +31,9 @@ PATHS: Mapping[CompletionEndpoint, str] = {
     CompletionEndpoint.CHAT: "/v1/chat/completions",
     CompletionEndpoint.GENERATE: "/inference/v1/generate",
 }
+# vLLM serves these with --enable-scale-out.
+RENDER = "/v1/chat/completions/render"
+DERENDER = "/v1/chat/completions/derender"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +44,20 @@ class EngineCapabilities:
     version: str
     models: tuple[str, ...]
     token_ids: bool = False
-    generate: bool = False  # it has the endpoint CompletionEndpoint.GENERATE
     abort_requests: bool = False
     pause: bool = False
     sleep: bool = False
     scale_elastic_ep: bool = False
-    parses_chats: bool = False  # the client implements ChatParsingEngine
     routed_experts: bool = False  # non-streamed answers include each token's experts; streamed ones do not
     max_model_len_tokens: int | None = None
     max_sequences: int | None = None
     serving: ServingFacts = UNKNOWN_SERVING
     paths: frozenset[str] = frozenset()  # paths of its HTTP API
+
+    @property
+    def parses_chats(self) -> bool:
+        """Return whether the client implements ChatParsingEngine."""
+        return {RENDER, DERENDER} <= self.paths
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,9 @@ from typing import Any
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown
 from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.base import (
+    DERENDER,
     PATHS,
+    RENDER,
     Chunk,
     CompletionEndpoint,
     EngineCapabilities,
@@ -34,9 +36,6 @@ from orchestrrl.engines.vllm_weights import VllmWeights
 
 # The ids that vLLM derives from `X-Request-Id: x`. It ignores unknown ids, so all forms are sent.
 ENGINE_ID_FORMS = ("cmpl-{}-0", "chatcmpl-{}", "generate-tokens-{}")
-
-# Served with --enable-scale-out.
-_RENDER, _DERENDER = "/v1/chat/completions/render", "/v1/chat/completions/derender"
 
 USAGE_WITHIN_S = 1.0  # after an answer's last token
 
@@ -62,10 +61,8 @@ class VllmEngine(ManagedVllm):
             version=version,
             models=tuple(str(each["id"]) for each in served),
             token_ids=info.token_ids,
-            generate=PATHS[CompletionEndpoint.GENERATE] in paths,
             abort_requests="/abort_requests" in paths,
             pause={"/pause", "/resume", "/is_paused"} <= paths,
-            parses_chats={_RENDER, _DERENDER} <= paths,
             routed_experts=info.routed_experts,
             sleep=info.sleep and {"/sleep", "/wake_up"} <= paths,
             scale_elastic_ep=info.elastic_ep and "/scale_elastic_ep" in paths,
@@ -225,8 +222,8 @@ class VllmEngine(ManagedVllm):
             return str(answer["prompt"])
 
     async def samples_plainly(self, body: Mapping[str, Any]) -> bool:
-        answer = await self.ask("POST", _RENDER, body)
-        with self.reading(_RENDER):
+        answer = await self.ask("POST", RENDER, body)
+        with self.reading(RENDER):
             sampling = answer["sampling_params"]
             added = set(sampling.get("stop_token_ids") or ()) - set(body.get("stop_token_ids") or ())
             return sampling.get("structured_outputs") is None and not added
@@ -238,8 +235,8 @@ class VllmEngine(ManagedVllm):
         choice = {"index": 0, "token_ids": list(token_ids)}
         generated = {"request_id": "moved", "choices": [choice], "prompt_token_ids": prompt}
         asked = {"chat_request": body, "generate_response": generated, "prompt_token_ids": prompt}
-        answer = await self.ask("POST", _DERENDER, asked)
-        with self.reading(_DERENDER):
+        answer = await self.ask("POST", DERENDER, asked)
+        with self.reading(DERENDER):
             return dict(answer["choices"][0]["message"])
 
     @contextmanager

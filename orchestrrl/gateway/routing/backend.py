@@ -5,7 +5,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from orchestrrl.core.operations import EngineRoute
-from orchestrrl.engines.base import CompletionEndpoint, Engine, EngineCapabilities
+from orchestrrl.engines.base import PATHS, CompletionEndpoint, Engine, EngineCapabilities
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.routing.strategies import EngineLoad, concurrency_cap, new_cache
 from planner.model import EngineHealth, RequestId, RequestState
@@ -60,7 +60,8 @@ class EngineBackend(EngineLoad):
 
     def offers(self, endpoint: CompletionEndpoint) -> bool:
         """Return whether the engine offers the endpoint, as far as its capabilities are known."""
-        return endpoint is not CompletionEndpoint.GENERATE or self.capabilities is None or self.capabilities.generate
+        known = self.capabilities
+        return endpoint is not CompletionEndpoint.GENERATE or known is None or PATHS[endpoint] in known.paths
 
     @property
     def in_use(self) -> bool:

@@ -63,9 +63,7 @@ CAPABILITIES = Codec(
         dp="data_parallel",
         ep="expert_parallel",
     ),
-    parses_chats=LOCAL,
     routed_experts=LOCAL,
-    generate=LOCAL,
     paths=LOCAL,
 )
 SAMPLE = Codec(EngineSample, pb.EngineSample, loaded_tokens_total=LOCAL, server=LOCAL)

@@ -10,6 +10,9 @@ from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.core.operations import EngineRoute, PauseMode
 from orchestrrl.engines.base import (
+    DERENDER,
+    PATHS,
+    RENDER,
     Chunk,
     CompletionEndpoint,
     EngineCapabilities,
@@ -272,9 +275,10 @@ class FakeEngine:
             token_ids=True,
             max_model_len_tokens=self.model_length,
             pause=self.can_pause,
-            parses_chats=self.parses_chats,
             routed_experts=self.routed_experts,
-            generate=self.generate_endpoint,
+            paths=frozenset(
+                [PATHS[CompletionEndpoint.GENERATE]] * self.generate_endpoint + [RENDER, DERENDER] * self.parses_chats
+            ),
             max_sequences=self.max_sequences,
         )
 

@@ -237,7 +237,11 @@ class VllmEngine(ManagedVllm):
         asked = {"chat_request": body, "generate_response": generated, "prompt_token_ids": prompt}
         answer = await self.ask("POST", DERENDER, asked)
         with self.reading(DERENDER):
-            return dict(answer["choices"][0]["message"])
+            message = dict(answer["choices"][0]["message"])
+            content, calls = message.get("content"), message.get("tool_calls") or ()
+            if not isinstance(content, str | None) or not all(isinstance(call, dict) for call in calls):
+                raise ValueError("the content must be text, and the tool calls a list of objects")
+        return message
 
     @contextmanager
     def _raising(self, path: str) -> Iterator[None]:

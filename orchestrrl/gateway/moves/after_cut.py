@@ -28,19 +28,16 @@ class AnswerAfterCut:
         return self._splice is not None and self._splice.open
 
     async def start(self) -> None:
-        if self._record.parsed_after_moves:
-            self._record.forget_text()
-        else:
-            self._splice = await text_after_cut(self._record, self._backend, self._fleet)
-            self._stops = await stops_after_cut(self._record, self._backend, self._fleet)
+        self._splice = await text_after_cut(self._record, self._backend, self._fleet)
+        self._stops = await stops_after_cut(self._record, self._backend, self._fleet)
 
     async def take(self, chunk: Chunk) -> tuple[Chunk, str, Mapping[str, Any] | None]:
         """Return the part of the chunk that belongs to the answer, its text, and the fields that were parsed out of the
         whole answer. The record must not contain the chunk yet."""
-        if self._record.parsed_after_moves:
-            if chunk.finish_reason in (None, "abort"):
-                return chunk, "", None
-            return await parsed_message(self._record, chunk, self._backend, self._fleet)
+        if self._record.parsed_after_moves and chunk.finish_reason not in (None, "abort"):
+            message = await parsed_message(self._record, chunk, self._backend, self._fleet)
+            self._record.forget_text()
+            return message
         text = chunk.text if self._splice is None else await self._splice.text(chunk)
         if self._stops is not None:
             chunk, text = await self._stops.take(chunk, text)

@@ -6,6 +6,7 @@ import pytest
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.engines.base import CompletionEndpoint
+from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.gateway.http.completion_requests import CompletionRequest
 from orchestrrl.gateway.http.responses import response
 from orchestrrl.gateway.ledger.pieces import RecordCutter, give_back, put_together
@@ -166,3 +167,35 @@ async def test_answer_that_no_engine_parses_starts_over(monkeypatch: pytest.Monk
         await finish(w, job)
         assert record.immovable_because.startswith("tools: no engine parses the whole answer: /derender: 500")
     assert (choice_of(request)["message"]["content"], choice_of(request)["token_ids"]) == (TEXT, TOKENS)
+
+
+async def test_cancelled_chat_has_the_text_of_all_its_tokens() -> None:
+    w = tool_world()
+    request = asked(w)
+    async with w.gateway.request_group(request) as job:
+        for tokens in (5, 10):
+            record = await begun(w, job, tokens)
+            assert await moved(w, record) == ""
+        record = await begun(w, job, 15)
+        tokens = len(record.generated_ids)
+        assert w.gateway.cancel([record.id], (), "enough") == (record.id,)
+        await w.settle()
+    choice = choice_of(request)
+    assert (choice["finish_reason"], choice["token_ids"]) == ("abort", TOKENS[:tokens])
+    assert choice["message"] == {"role": "assistant", "content": decode(TOKENS[:tokens])}
+
+
+@pytest.mark.parametrize(
+    "message", [{"content": ["text"]}, {"content": "", "tool_calls": {"f": 1}}, {"content": "", "tool_calls": [1]}]
+)
+async def test_malformed_message_of_an_engine_is_an_error_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch, message: dict[str, Any]
+) -> None:
+    engine = VllmEngine("http://engine")
+
+    async def ask(*_: Any) -> Any:
+        return {"choices": [{"message": message}]}
+
+    monkeypatch.setattr(engine, "ask", ask)
+    with pytest.raises(Permanent, match="/v1/chat/completions/derender"):
+        await engine.parse_chat({}, [1], [2])

@@ -271,7 +271,10 @@ class EngineAttempt:
         record.append(chunk, text, extra, now_s, version)
         if self._generates:
             correct_versions(record.versions, chunk.choice_fields)
-        record.usage = chunk.usage if chunk.usage is not None else record.usage
+        if chunk.usage is not None:
+            record.usage = chunk.usage
+            if not record.generated_ids:  # vLLM omits the token ids of a chat without its reasoning
+                record.relayed_tokens = _count(chunk.usage, "completion_tokens", 0)
         backend.advance(record, context_before, was, now_s)
         if chunk.token_ids:
             # An engine that returns text with a single token withholds none.

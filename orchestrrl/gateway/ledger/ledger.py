@@ -167,7 +167,7 @@ class RequestRecord:
     usage: Mapping[str, Any] | None = None  # the engine's own counts, if one engine generated the whole answer
     relayed: bool = False  # the current attempt relays the engine's own answer
     relayed_answer: Mapping[str, Any] | None = None  # that answer, if it is not streamed
-    relayed_tokens: int = 0  # tokens generated in it
+    relayed_tokens: int = 0  # tokens generated in it, or in an answer without token ids
     failure: RequestFailure | None = None
     delivered: bool = False  # a part of the answer has been sent to the client
     text_complete: bool = True  # False: the tokens may end inside a character whose text is missing

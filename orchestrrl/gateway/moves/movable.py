@@ -148,8 +148,12 @@ def relayed_because(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> st
                 return f"{name}: {_RELAYED[name]}"
         elif name.startswith(_ASKS_FOR_MORE) and name not in KNOWN_FIELDS and value:
             return f"{cut(path_of((name,)))}: is unknown and may request data of the engine's own answer"
-    if endpoint is CompletionEndpoint.CHAT and body.get("return_tokens_as_token_ids") and body.get("logprobs"):
+    if endpoint is not CompletionEndpoint.CHAT:
+        return ""
+    if body.get("return_tokens_as_token_ids") and body.get("logprobs"):
         return "return_tokens_as_token_ids: only the engine's own answer contains the bytes of these tokens"
+    if body.get("tools") and not body.get("stream") and body.get("tool_choice") not in (None, "auto", "none"):
+        return "tool_choice: the engine parses an answer that is not streamed differently"
     return ""
 
 

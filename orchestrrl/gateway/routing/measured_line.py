@@ -2,7 +2,6 @@
 no I/O."""
 
 from collections import deque
-from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import median
 
@@ -11,19 +10,33 @@ REFIT_EVERY = 8  # samples
 LEAST_RATIO = 2.0  # of the counts of two samples from whose difference a slope is computed
 
 
-@dataclass(slots=True, eq=False)
 class MeasuredLine:
     """The line `base_s + slope_s * count` through the newest samples. The slope is the median slope of pairs of samples
     (Theil, 1950; Sen, 1968), so that a minority of disturbed samples does not matter.
 
     If the counts of the samples are too similar for a slope, the line is flat or, if `through_zero` is set,
-    proportional to the count.
+    proportional to the count. The line is fitted when it is read, because a fit takes longer than many samples.
     """
 
-    through_zero: bool = False
-    fitted: tuple[float, float] | None = None  # base_s and slope_s; None: too few samples
-    _samples: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MOST_SAMPLES))
-    _unfitted: int = 0
+    __slots__ = ("_fitted", "_samples", "_through_zero", "_unfitted")
+
+    def __init__(self, *, through_zero: bool = False, fitted: tuple[float, float] | None = None) -> None:
+        self._through_zero = through_zero
+        self._fitted = fitted
+        self._samples: deque[tuple[float, float]] = deque(maxlen=MOST_SAMPLES)
+        self._unfitted = 0
+
+    @property
+    def fitted(self) -> tuple[float, float] | None:
+        """The values base_s and slope_s, or None if there are too few samples."""
+        if self._unfitted >= REFIT_EVERY:
+            self._unfitted = 0
+            self._fitted = fit(tuple(self._samples), through_zero=self._through_zero)
+        return self._fitted
+
+    @fitted.setter
+    def fitted(self, line: tuple[float, float]) -> None:
+        self._fitted = line
 
     def add(self, count: float, seconds: float) -> None:
         """Add a sample of the time for `count`, which must be above 0. Times below 0 are ignored."""
@@ -31,9 +44,6 @@ class MeasuredLine:
             return
         self._samples.append((count, seconds))
         self._unfitted += 1
-        if self._unfitted >= REFIT_EVERY:
-            self._unfitted = 0
-            self.fitted = fit(tuple(self._samples), through_zero=self.through_zero)
 
 
 def fit(samples: tuple[tuple[float, float], ...], *, through_zero: bool) -> tuple[float, float]:

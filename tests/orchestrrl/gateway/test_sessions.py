@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrrl.gateway.routing import measured_line
 from orchestrrl.gateway.routing.measured_line import REFIT_EVERY, MeasuredLine, fit
 from orchestrrl.gateway.routing.sessions import (
     LEAST_GAIN,
@@ -333,3 +334,19 @@ def test_turns_are_counted_by_outcome() -> None:
     assert table.elsewhere == 0.0  # too few turns
     table.turns[SessionOutcome.WARM] = 7
     assert table.elsewhere == 2 / 9
+
+
+def test_line_is_fitted_only_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    fits: list[int] = []
+
+    def counted(samples: tuple[tuple[float, float], ...], *, through_zero: bool) -> tuple[float, float]:
+        fits.append(len(samples))
+        return fit(samples, through_zero=through_zero)
+
+    monkeypatch.setattr(measured_line, "fit", counted)
+    measured = MeasuredLine()
+    for count in range(1, 21):
+        measured.add(count, 2.0 * count)
+    assert not fits
+    assert measured.fitted == measured.fitted == (0.0, 2.0)
+    assert fits == [20]

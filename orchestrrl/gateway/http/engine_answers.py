@@ -11,13 +11,13 @@ from orchestrrl.gateway.http.responses import error_body
 # An answer up to this size is held until it is complete, so that another engine can answer if this one fails.
 MOST_HELD_BYTES = 4 << 20
 _EVENT_STREAM = "text/event-stream"
-# Headers of the engine's connection, and those that the gateway writes itself.
-_OWN_HEADERS = name_set(
+# Headers of one connection alone (RFC 9110, 7.6.1).
+HOP_BY_HOP = name_set(
     """
-    connection content-length content-type date keep-alive proxy-authenticate proxy-connection server trailer
-    transfer-encoding upgrade
+    connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding upgrade
     """
 )
+_OWN_HEADERS = HOP_BY_HOP | name_set("content-length content-type date server")  # written by the gateway
 
 
 class AnswerWriter:

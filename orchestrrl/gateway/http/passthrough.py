@@ -39,6 +39,7 @@ from orchestrrl.gateway.passed import PassedCall
 from orchestrrl.gateway.routing.backend import EngineBackend
 from planner.model import EngineId, RequestId
 
+# None: the handler has written the answer itself.
 Handler = Callable[[HttpRequest, HttpConnection], Awaitable[HttpAnswer | None]]
 # Returns the headers to forward. Raises HttpRefusal if the gateway accepts no requests.
 Accept = Callable[[HttpRequest], tuple[tuple[str, str], ...]]

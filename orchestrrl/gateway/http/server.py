@@ -25,6 +25,7 @@ from orchestrrl.gateway.core import Gateway, RequestGroup
 from orchestrrl.gateway.http.bodies import read_as, read_body
 from orchestrrl.gateway.http.completion_requests import read_completion_request
 from orchestrrl.gateway.http.connections import HttpAnswer, HttpConnection, HttpRequest, HttpServer, log_refusal
+from orchestrrl.gateway.http.engine_answers import HOP_BY_HOP
 from orchestrrl.gateway.http.field_types import HttpRefusal, name_set, read_json
 from orchestrrl.gateway.http.generate_responses import (
     GenerateChunkWriter,
@@ -32,7 +33,7 @@ from orchestrrl.gateway.http.generate_responses import (
     generate_response,
     generate_usage_chunk,
 )
-from orchestrrl.gateway.http.passthrough import PassThrough
+from orchestrrl.gateway.http.passthrough import Handler, PassThrough
 from orchestrrl.gateway.http.pause import PauseEndpoints
 from orchestrrl.gateway.http.responses import DONE, ChunkWriter, event, response, usage_chunk
 from orchestrrl.gateway.http.vllm_endpoints import path_hint
@@ -55,12 +56,6 @@ _VIEW_FIELDS = ("group", "tag", "movable", "movable_detail", "moves", "age_s")
 _FINISHED_FIELDS = ("id", "engine", "prompt_tokens", "generated_tokens", "finish_reason", "moves", "tag", "duration_s")
 _MOVE_FIELDS = ("id", "done", "detail", "recomputed_tokens", "duration_s", "method", "loaded_tokens")
 
-# Headers of the client's connection alone (RFC 9110, 7.6.1).
-_HOP_BY_HOP = name_set(
-    """
-    connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding upgrade
-    """
-)
 # Headers that the gateway sets for each attempt, reads itself, or that describe a body or an answer that it rewrites.
 _OWN = name_set(
     """
@@ -68,11 +63,9 @@ _OWN = name_set(
     if-unmodified-since range x-group-id x-request-id x-reseed x-tag
     """
 )
-KEPT_HERE = _HOP_BY_HOP | _OWN
+KEPT_HERE = HOP_BY_HOP | _OWN
 
 Elsewhere = Callable[[RequestId, EngineId], Awaitable[OperationItemResult]]
-# None: the handler has written the answer itself.
-Handler = Callable[[HttpRequest, HttpConnection], Awaitable[HttpAnswer | None]]
 Routes = Mapping[tuple[str, str], Handler]  # by path and method
 
 
@@ -353,7 +346,7 @@ def end_to_end(headers: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...
     named = {
         token.strip().lower() for name, value in passed_on if name.lower() == "connection" for token in value.split(",")
     }
-    return tuple((name, value) for name, value in passed_on if name.lower() not in _HOP_BY_HOP | named)
+    return tuple((name, value) for name, value in passed_on if name.lower() not in HOP_BY_HOP | named)
 
 
 def _named(body: Mapping[str, Any], headers: Iterable[tuple[str, str]]) -> Mapping[str, Any]:

@@ -24,7 +24,7 @@ from orchestrrl.gateway.moves.movable import immovable_because
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.vllm.request_fields import FIELDS, RequestField, body_of  # noqa: E402
+from tests.vllm.request_fields import FIELDS, RequestField, body_of, pairs  # noqa: E402
 
 MOST_VALUE = 40  # characters of a value in a table
 FOLDER = ROOT / "docs" / "reference"
@@ -441,15 +441,15 @@ def request_fields() -> str:
         "# Request fields\n\n"
         "`make test-vllm` sends each field with the value below to a bare vLLM server and through the gateway, and"
         " compares the answers, streamed and not. It also compares 150 pairs of fields, and `make test-fields` compares"
-        " all pairs.\n\n"
+        f" all {len(list(pairs())):,} pairs. Answers are equal, and refusals have the same status and field. A request"
+        " on which engines fail with status 500 has status 503 through the gateway, after several attempts.\n\n"
         "- *effect*: whether the value changes the bare server's answer\n"
-        "- *gateway*: how the answer differs through the gateway\n"
         "- *moves*: whether the request may continue on another engine, with `--reseed`\n\n"
     )
     for endpoint, fields in FIELDS.items():
         text += f"## `{PATHS[endpoint]}`\n\n"
         rows = ([*_field_row(field), _moves(endpoint, field)] for field in sorted(fields, key=lambda each: each.name))
-        text += _table(["field", "value", "effect", "gateway", "moves"], rows)
+        text += _table(["field", "value", "effect", "moves"], rows)
     return text
 
 
@@ -457,7 +457,7 @@ def _field_row(field: RequestField) -> list[str]:
     value = json.dumps(field.value, ensure_ascii=False)
     shown = value if len(value) <= MOST_VALUE else f"{value[:MOST_VALUE]}…"
     effect = f"none: {field.no_effect}" if field.no_effect else "yes"
-    return [f"`{field.name}`", f"`{shown}`", effect, field.exception or "same answer"]
+    return [f"`{field.name}`", f"`{shown}`", effect]
 
 
 def _moves(endpoint: CompletionEndpoint, field: RequestField) -> str:

@@ -31,7 +31,6 @@ class RequestField(NamedTuple):
     value: Any
     base: Mapping[str, Any] = {}
     no_effect: str = ""  # why the value does not change the bare server's answer; empty: it does
-    exception: str = ""  # how the gateway's answer differs; empty: the answers are equal
 
 
 # --- values that several endpoints accept

@@ -119,8 +119,6 @@ class DifferentialRun:
         )
         if same_answer(direct, through) or (direct[0] == through[0] and _names(through, fields)):
             return "", direct
-        if _names(through, fields) and any(field.exception for field in fields):
-            return "", direct
         return f"{endpoint} {body}\n  direct {direct}\n  through {through}", direct
 
 

@@ -53,11 +53,7 @@ class EngineCapabilities:
     max_sequences: int | None = None
     serving: ServingFacts = UNKNOWN_SERVING
     paths: frozenset[str] = frozenset()  # paths of its HTTP API
-
-    @property
-    def parses_chats(self) -> bool:
-        """Return whether the client implements ChatParsingEngine."""
-        return {RENDER, DERENDER} <= self.paths
+    parses_chats: bool = False  # the client implements ChatParsingEngine
 
 
 @dataclass(frozen=True, slots=True)

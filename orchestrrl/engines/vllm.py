@@ -63,6 +63,7 @@ class VllmEngine(ManagedVllm):
             token_ids=info.token_ids,
             abort_requests="/abort_requests" in paths,
             pause={"/pause", "/resume", "/is_paused"} <= paths,
+            parses_chats={RENDER, DERENDER} <= paths and info.derenders_after_prompt,
             routed_experts=info.routed_experts,
             sleep=info.sleep and {"/sleep", "/wake_up"} <= paths,
             scale_elastic_ep=info.elastic_ep and "/scale_elastic_ep" in paths,

@@ -48,6 +48,7 @@ class VllmServerInfo:
     routed_experts: bool = False  # --enable-return-routed-experts
     paths: frozenset[str] = frozenset()  # paths of its API
     token_ids: bool = False  # requests may set return_token_ids
+    derenders_after_prompt: bool = False  # derender decodes tokens as the continuation of a prompt, like the engine
 
 
 def read_server_info(answer: Mapping[str, Any]) -> VllmServerInfo:

@@ -143,16 +143,26 @@ class ManagedVllm:
     async def description(self) -> VllmServerInfo:
         """Return the server's configuration and API features. If the server lacks /server_info, return only the API
         features."""
-        paths, token_ids = await self._api()
-        info = await self._info() if "/server_info" in paths else VllmServerInfo()
-        return replace(info, paths=paths, token_ids=token_ids)
+        features = await self._api()
+        if "/server_info" not in features.paths:
+            return features
+        known = await self._info()
+        after_prompt = features.derenders_after_prompt
+        return replace(known, paths=features.paths, token_ids=features.token_ids, derenders_after_prompt=after_prompt)
 
-    async def _api(self) -> tuple[frozenset[str], bool]:
-        """Return the paths of the server's API, and whether requests may set return_token_ids."""
+    async def _api(self) -> VllmServerInfo:
+        """Return the server's API features."""
         api = await self.ask("GET", "/openapi.json")
         with self.reading("/openapi.json"):
-            completion = api.get("components", {}).get("schemas", {}).get("CompletionRequest", {})
-            return frozenset(api["paths"]), "return_token_ids" in completion.get("properties", {})
+            schemas = api.get("components", {}).get("schemas", {})
+            completion, derender = (
+                schemas.get(name, {}).get("properties", {}) for name in ("CompletionRequest", "DerenderChatRequest")
+            )
+            return VllmServerInfo(
+                paths=frozenset(api["paths"]),
+                token_ids="return_token_ids" in completion,
+                derenders_after_prompt="prompt_token_ids" in derender,
+            )
 
     async def layout(self) -> ReportedLayout:
         info = await self.description()
@@ -171,7 +181,7 @@ class ManagedVllm:
 
     async def name_weights(self, policy_version: int | None) -> None:
         """Set the policy version of the weights. Does nothing if the server does not support versions."""
-        if "/update_weight_version" in (await self._api())[0]:
+        if "/update_weight_version" in (await self._api()).paths:
             await self.set_weight_name(UNNAMED if policy_version is None else str(policy_version))
 
     @asynccontextmanager

@@ -182,8 +182,11 @@ class SimulatedServer:
         paths: dict[str, Any] = {
             route.resource.canonical: {} for route in request.app.router.routes() if route.resource is not None
         }
-        schema: dict[str, Any] = {"CompletionRequest": {"properties": {"prompt": {}, "return_token_ids": {}}}}
-        return web.json_response({"paths": paths, "components": {"schemas": schema}})
+        schemas: dict[str, Any] = {
+            "CompletionRequest": {"properties": {"prompt": {}, "return_token_ids": {}}},
+            "DerenderChatRequest": {"properties": {"prompt_token_ids": {}}},
+        }
+        return web.json_response({"paths": paths, "components": {"schemas": schemas}})
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(text=metrics_page(self.runtime, self._options.model_name, self._managed.asleep))

@@ -65,6 +65,7 @@ CAPABILITIES = Codec(
     ),
     routed_experts=LOCAL,
     paths=LOCAL,
+    parses_chats=LOCAL,
 )
 SAMPLE = Codec(EngineSample, pb.EngineSample, loaded_tokens_total=LOCAL, server=LOCAL)
 ENGINE_REPORT = Codec(

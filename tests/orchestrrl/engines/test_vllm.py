@@ -300,6 +300,17 @@ async def test_capabilities_are_reduced_without_development_mode(serve: Serve) -
     assert found.max_sequences is None
 
 
+@pytest.mark.parametrize("field", ["prompt_token_ids", "prompt_tokens"])
+async def test_chats_are_parsed_if_derender_takes_the_prompt(serve: Serve, field: str) -> None:
+    paths = {f"/v1/chat/completions/{name}": {} for name in ("render", "derender")}
+    schemas = {"DerenderChatRequest": {"properties": {field: {}}}}
+    routes = {
+        "/openapi.json": answering(200, {"paths": paths, "components": {"schemas": schemas}}),
+        "/v1/models": answering(200, {"data": [{"id": "m"}]}),
+    }
+    assert (await (await serve(routes=routes)).capabilities()).parses_chats == (field == "prompt_token_ids")
+
+
 @pytest.mark.parametrize(
     "body", ["", "<html>", "vllm:num_requests_running 1", 'vllm:num_requests_running{engine="0"} x']
 )

@@ -276,9 +276,8 @@ class FakeEngine:
             max_model_len_tokens=self.model_length,
             pause=self.can_pause,
             routed_experts=self.routed_experts,
-            paths=frozenset(
-                [PATHS[CompletionEndpoint.GENERATE]] * self.generate_endpoint + [RENDER, DERENDER] * self.parses_chats
-            ),
+            paths=frozenset([PATHS[CompletionEndpoint.GENERATE]] * self.generate_endpoint),
+            parses_chats=self.parses_chats,
             max_sequences=self.max_sequences,
         )
 

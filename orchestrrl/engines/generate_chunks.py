@@ -1,29 +1,38 @@
 """Parse the events of vLLM's endpoint /inference/v1/generate into Chunks, without I/O.
 
 The endpoint returns tokens, and with `output_mode: text` also their text. Its log-probabilities name tokens by integer
-ids and have ranks, or have the shape of chats: with `output_mode: text`, and in vLLM 0.31.
+ids and have ranks, or have the shape of chats: with `output_mode: text`, and in vLLM 0.31, which has no output modes.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrrl.engines.base import Chunk, TokenLogprob
-from orchestrrl.engines.openai_chunks import other_fields, parse_logprobs
+from orchestrrl.engines.openai_chunks import StreamError, other_fields, parse_logprobs
 
 PLACEHOLDER = "token_id:"  # vLLM's text for a token that it does not decode, before the token's id
+_NO_TEXT = {
+    "message": "the engine ignores output_mode and returns tokens only; text needs vLLM 0.32 or later",
+    "type": "BadRequestError",
+    "param": "output_mode",
+    "code": 400,
+}
 
 # Fields that Chunk represents or that the writer of the answer produces.
 _CHOICE_FIELDS = frozenset({"index", "text", "logprobs", "finish_reason", "stop_reason", "token_ids"})
 _ANSWER_FIELDS = frozenset({"request_id", "output_mode", "choices", "usage", "prompt_token_ids"})
 
 
-def parse_generate_chunk(event: Mapping[str, Any]) -> Chunk | None:
+def parse_generate_chunk(event: Mapping[str, Any], *, text: bool = False) -> Chunk | None:
     """Convert an event into a Chunk. For an event without choices, return a Chunk with the usage of the whole answer
-    and any further fields, or None if the event has neither."""
+    and any further fields, or None if the event has neither. Raises StreamError if `text` is True and the event's
+    choice has no text."""
     if not event["choices"]:
         usage, fields = event.get("usage"), other_fields(event, _ANSWER_FIELDS)
         return Chunk(usage=usage, answer_fields=fields) if usage or fields else None
     choice = event["choices"][0]
+    if text and "text" not in choice:
+        raise StreamError({"error": _NO_TEXT})
     _check_spans(choice.get("weight_versions"))
     token_ids = tuple(choice["token_ids"] or ())
     prompt_ids = event.get("prompt_token_ids")

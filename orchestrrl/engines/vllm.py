@@ -12,6 +12,7 @@ import math
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown
@@ -29,7 +30,15 @@ from orchestrrl.engines.base import (
 from orchestrrl.engines.exchange import EngineConnection, EngineExchange
 from orchestrrl.engines.forwarding import ForwardedRequest
 from orchestrrl.engines.generate_chunks import parse_generate_chunk
-from orchestrrl.engines.openai_chunks import DONE, ChunkReader, ServerSentEvents, StreamError, parse_chunk, parse_event
+from orchestrrl.engines.openai_chunks import (
+    DONE,
+    ChunkReader,
+    ParseChunk,
+    ServerSentEvents,
+    StreamError,
+    parse_chunk,
+    parse_event,
+)
 from orchestrrl.engines.serving import named
 from orchestrrl.engines.vllm_managed import BUSY_STATUSES, NOT_OF_VLLM, ManagedVllm, failure
 from orchestrrl.engines.vllm_weights import VllmWeights
@@ -99,7 +108,9 @@ class VllmEngine(ManagedVllm):
             elif request.verbatim and request.body.get("stream"):
                 chunks = self._events(path, connection)
             else:
-                parse = parse_generate_chunk if request.endpoint is CompletionEndpoint.GENERATE else parse_chunk
+                parse: ParseChunk = parse_chunk
+                if request.endpoint is CompletionEndpoint.GENERATE:
+                    parse = partial(parse_generate_chunk, text=request.body.get("output_mode") == "text")
                 chunks = self._chunks(path, connection, ChunkReader(parse))
             async with aclosing(chunks):
                 async for chunk in chunks:

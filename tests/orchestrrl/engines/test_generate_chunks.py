@@ -6,7 +6,7 @@ import pytest
 
 from orchestrrl.engines.base import Chunk, TokenLogprob
 from orchestrrl.engines.generate_chunks import parse_generate_chunk
-from orchestrrl.engines.openai_chunks import ChunkReader
+from orchestrrl.engines.openai_chunks import ChunkReader, StreamError
 
 NULLS = {"stop_reason": None, "routed_experts": None, "sampling_mask": None, "weight_versions": None}
 # As vLLM 0.32 sends them.
@@ -55,7 +55,7 @@ def test_tokens_have_ids_and_ranks() -> None:
 
 
 def test_text_has_logprobs_of_texts_and_the_last_event_has_the_labels() -> None:
-    assert parse_generate_chunk(LAST) == Chunk(
+    assert parse_generate_chunk(LAST, text=True) == Chunk(
         (8,),
         "x",
         logprobs=(TokenLogprob("x", -1.0),),
@@ -68,8 +68,11 @@ def test_text_has_logprobs_of_texts_and_the_last_event_has_the_labels() -> None:
 def test_events_of_vllm_0_31_have_logprobs_of_placeholders() -> None:
     content = [{"token": "token_id:7", "logprob": -0.5, "bytes": None, "top_logprobs": []}]
     choice = {"index": 0, "logprobs": {"content": content}, "finish_reason": None, "token_ids": [7]}
-    chunk = parse_generate_chunk({"request_id": "r", "choices": [choice], "usage": None})
-    assert chunk == Chunk((7,), logprobs=(TokenLogprob("token_id:7", -0.5),))
+    event = {"request_id": "r", "choices": [choice], "usage": None}
+    assert parse_generate_chunk(event) == Chunk((7,), logprobs=(TokenLogprob("token_id:7", -0.5),))
+    with pytest.raises(StreamError, match="output_mode") as refused:
+        parse_generate_chunk(event, text=True)
+    assert (refused.value.error["code"], refused.value.error["param"]) == (400, "output_mode")
 
 
 def test_event_without_choices_has_the_usage_and_metrics() -> None:

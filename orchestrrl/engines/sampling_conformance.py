@@ -164,8 +164,10 @@ class SamplingConformance:
             for asked in ({"stop": stop}, {})
         ]
         assert (late["finish_reason"], late["text"]) == ("length", unstopped["text"])
-        generated = await generate(engine, **GREEDY, max_tokens=60, stop=[stop])
-        assert generated["stop_reason"] == stop
+
+    async def test_generate_reports_the_stop_string(self, engine: Engine, bench: EngineUnderTest) -> None:
+        stop = _ascii_part((await bench.run(max_tokens=60)).text)
+        assert (await generate(engine, **GREEDY, max_tokens=60, stop=[stop]))["stop_reason"] == stop
 
     async def test_stream_withholds_what_could_be_a_stop_string(self, engine: Engine, bench: EngineUnderTest) -> None:
         body = {"prompt": list(PROMPT), "max_tokens": 200, **GREEDY}

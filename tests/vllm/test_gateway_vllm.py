@@ -222,7 +222,8 @@ async def test_moved_chat_with_tools_equals_the_undisturbed_one(harness: Harness
     async with harness.http.post(url + "/tokenize", json={"model": "tiny", "prompt": prompt}) as response:
         tokens = (await response.json())["tokens"]
     assert await engine.samples_plainly(body)
-    assert not await engine.samples_plainly({**body, "parallel_tool_calls": False})  # a grammar permits one call
+    if parses_chats:  # a grammar permits one call
+        assert not await engine.samples_plainly({**body, "parallel_tool_calls": False})
     message = await engine.parse_chat(body, undisturbed.prompt_token_ids or [], tokens)
     assert (message["content"], message["tool_calls"][0]["function"]) == ("a ", {"name": "f", "arguments": "{}"})
     await engine.close()

@@ -12,7 +12,8 @@ from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.gateway.moves.movable import immovable_because
 from orchestrrl.lab.testbed.engines import LocalEngine
-from tests.vllm.test_gateway_parity_vllm import answered, near
+from tests.vllm.comparison import answered, fault_of_0_31, near
+from tests.vllm.test_gateway_parity_vllm import has_text_mode
 from tests.vllm.test_gateway_vllm import Harness, moved_at
 
 GENERATE = "/inference/v1/generate"
@@ -70,24 +71,39 @@ async def harness(vllm_servers: tuple[LocalEngine, ...]) -> AsyncIterator[Harnes
         await harness.fleet.close()
 
 
+async def generated(harness: Harness, url: str, body: dict[str, Any], *, stream: bool) -> tuple[int, Any]:
+    asked = {**body, "stream": True, "stream_options": {"include_usage": True}} if stream else body
+    return await answered(harness.http, url + GENERATE, asked)
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_gateway_returns_vllms_own_answers(harness: Harness, stream: bool) -> None:
-    differ = []
+    differ, text_mode = [], await has_text_mode(harness)
     for body in BODIES:
-        direct = await answered(harness, harness.engines[0].url, GENERATE, body, stream=stream)
-        through = await answered(harness, harness.url, GENERATE, body, stream=stream)
-        for answer in (direct[1], through[1]):
-            answer.pop("request_id", None)
-        if not near(direct[1], through[1]) or direct[0] != through[0]:
+        if not text_mode:
+            body = {name: value for name, value in body.items() if name != "output_mode"}
+        direct = await generated(harness, harness.engines[0].url, body, stream=stream)
+        through = await generated(harness, harness.url, body, stream=stream)
+        same = near(direct[1], through[1]) and direct[0] == through[0]
+        if not same and (text_mode or not fault_of_0_31(direct, through)):
             differ.append((body, direct, through))
     assert not differ
 
 
 async def test_refusals_name_the_field(harness: Harness) -> None:
     for name, body in REFUSED:
-        status, answer = await answered(harness, harness.url, GENERATE, body, stream=False)
+        status, answer = await generated(harness, harness.url, body, stream=False)
         assert (status, answer["error"]["param"]) == (400, name)
-        assert (await answered(harness, harness.engines[0].url, GENERATE, body, stream=False))[0] == 400
+        if name != "output_mode" or await has_text_mode(harness):
+            assert (await generated(harness, harness.engines[0].url, body, stream=False))[0] == 400
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_text_is_refused_if_the_engines_return_tokens_only(harness: Harness, stream: bool) -> None:
+    if await has_text_mode(harness):
+        pytest.skip("the engines return text")
+    status, answer = await generated(harness, harness.url, body_of(output_mode="text"), stream=stream)
+    assert (status, answer["error"]["param"]) == (400, "output_mode")
 
 
 @pytest.fixture
@@ -107,12 +123,15 @@ async def labelled(vllm_servers: tuple[LocalEngine, ...]) -> AsyncIterator[None]
 async def test_moved_answer_equals_the_undisturbed_one(
     harness: Harness, labelled: None, stream: bool, mode: str
 ) -> None:
+    text_mode = await has_text_mode(harness)
+    if mode == "text" and not text_mode:
+        pytest.skip("vLLM 0.31 has no output modes")
     for backend in harness.fleet:
         backend.has(VERSION)
     body = body_of(max_tokens=TOKENS, output_mode=mode, sampling_logprobs=2, return_token_ids=True)
-    direct = await answered(harness, harness.engines[0].url, GENERATE, body, stream=stream)
+    direct = await generated(harness, harness.engines[0].url, body, stream=stream)
     harness.pause_registry.extend((20, 70))
-    asking = asyncio.create_task(answered(harness, harness.url, GENERATE, body, stream=stream))
+    asking = asyncio.create_task(generated(harness, harness.url, body, stream=stream))
     while not len(harness.gateway.ledger):
         await asyncio.sleep(0.002)
     (record,) = harness.gateway.ledger
@@ -120,12 +139,14 @@ async def test_moved_answer_equals_the_undisturbed_one(
     assert results
     assert all(result.done for result in results), results
     through = await asking
-    for answer in (direct[1], through[1]):
-        answer.pop("request_id")
-    assert near(direct[1], through[1])
     spans = [{"version": str(VERSION), "start": 0, "end": TOKENS}]
     choice = through[1]["choice 0"] if stream else through[1]["choices"][0]
     assert choice["weight_versions"] == spans
+    if text_mode:
+        assert near(direct[1], through[1])
+    else:
+        del choice["weight_versions"]  # vLLM 0.31 reports none, and the gateway takes them from its ledger
+        assert fault_of_0_31(direct, through)
     assert record.versions.spans(TOKENS) == ((VERSION, 0, TOKENS),)
 
 

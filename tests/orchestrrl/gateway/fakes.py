@@ -10,9 +10,7 @@ from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.core.operations import EngineRoute, PauseMode
 from orchestrrl.engines.base import (
-    DERENDER,
     PATHS,
-    RENDER,
     Chunk,
     CompletionEndpoint,
     EngineCapabilities,

@@ -250,7 +250,9 @@ class TokenEndpointsConformance:
         prompt = list(whole.prompt_token_ids or ())
         params = {"max_tokens": 20, **GREEDY}
         generated = await ask(engine, GENERATE, token_ids=prompt, sampling_params=params, request_id="mine")
-        chat = await ask(engine, f"{CHAT}/derender", generate_response=generated, prompt_tokens=len(prompt))
+        # A server with a tool parser needs the request.
+        asked = {"chat_request": {"messages": MESSAGES}, "prompt_token_ids": prompt}
+        chat = await ask(engine, f"{CHAT}/derender", generate_response=generated, prompt_tokens=len(prompt), **asked)
         assert shape_of(chat) == DERENDERED_CHAT
         assert chat["id"] == "generate-tokens-mine"
         assert chat["choices"][0]["message"]["content"] == whole.text
@@ -261,7 +263,7 @@ class TokenEndpointsConformance:
         assert completion["usage"]["completion_tokens"] == 40
         params["logprobs"] = 1
         generated = await ask(engine, GENERATE, token_ids=prompt, sampling_params=params)
-        chat = await ask(engine, f"{CHAT}/derender", generate_response=generated)
+        chat = await ask(engine, f"{CHAT}/derender", generate_response=generated, **asked)
         assert logprobs_shape(chat["choices"][0]["logprobs"]["content"]) == TEXT_LOGPROBS
         completion = await ask(engine, f"{COMPLETIONS}/derender", generate_responses=[generated])
         body = {"prompt": prompt, "max_tokens": 20, "logprobs": 1, **GREEDY}

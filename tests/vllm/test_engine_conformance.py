@@ -22,7 +22,7 @@ RENDERED = "rendered requests lack output_mode and the fields for reasoning"
 # Tests that vLLM 0.31 would fail, each with the reason.
 NEW_IN_0_32 = {
     "test_abort_of_generate_requests": NO_VERSIONS,
-    "test_derender_equals_the_completion": "derender needs the chat if the server has a tool parser",
+    "test_derender_equals_the_completion": "derender decodes an answer without its prompt, which yields other text",
     "test_generate_answers_with_text": NO_OUTPUT_MODE,
     "test_generate_answers_with_tokens": NO_VERSIONS,
     "test_generate_has_choices_with_consecutive_seeds": "a stream of several generate choices fails",

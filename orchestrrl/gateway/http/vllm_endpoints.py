@@ -12,7 +12,7 @@ from orchestrrl.gateway.http.field_types import name_set
 
 
 class EndpointHandling(StrEnum):
-    """How the gateway serves an endpoint of vLLM."""
+    """A way in which the gateway serves an endpoint of vLLM."""
 
     GATEWAY = "gateway"  # the gateway answers, and requests have records in its ledger
     MODEL = "model"  # passed to one engine; it runs the model, so it counts as load and waits for the pause barrier

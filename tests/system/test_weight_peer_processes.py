@@ -290,4 +290,4 @@ def test_all_errors_are_reported_at_once() -> None:
 def test_peer_runs_without_optional_packages() -> None:
     result = run("--help", blocked="typer rich yaml ortools scipy statsmodels matplotlib numba psutil torch click")
     assert result.returncode == 0, result.stderr
-    assert "xxhash" in result.stdout
+    assert "orchestrrl-client" in result.stdout

@@ -273,9 +273,8 @@ class PassThrough:
 
 
 def _has(backend: EngineBackend, path: str) -> bool:
-    """Return whether the engine has an endpoint at the path. Return True if its endpoints are unknown."""
-    known = backend.capabilities
-    return forwards(backend.engine) and (known is None or path in known.paths)
+    """Return whether requests to the path can be passed to the engine."""
+    return forwards(backend.engine) and backend.has_path(path)
 
 
 def _query(request: HttpRequest) -> str:

@@ -60,8 +60,11 @@ class EngineBackend(EngineLoad):
 
     def offers(self, endpoint: CompletionEndpoint) -> bool:
         """Return whether the engine offers the endpoint, as far as its capabilities are known."""
-        known = self.capabilities
-        return endpoint is not CompletionEndpoint.GENERATE or known is None or PATHS[endpoint] in known.paths
+        return endpoint is not CompletionEndpoint.GENERATE or self.has_path(PATHS[endpoint])
+
+    def has_path(self, path: str) -> bool:
+        """Return whether the engine's HTTP API has the path. Return True if its paths are unknown."""
+        return self.capabilities is None or path in self.capabilities.paths
 
     @property
     def in_use(self) -> bool:
